@@ -1,0 +1,43 @@
+# Needs python3 (3.11 or later), git and make; everything else goes into $(VENV).
+#   make demo    a tiny model from nothing to scored text
+#   make test    the tests        make test ARGS="-k routes -x"   PYTHON=python3.13 make test
+#   make lint    ruff and mypy
+#   make bench   every benchmark; the last line of each is one JSON document
+#   make venv    only the environment, with EXTRAS (test; also hf, tpu)
+#   make clean   removes the environment, caches and demo output
+
+PYTHON ?= python3
+VENV   ?= .venv
+EXTRAS ?= test
+JOBS   ?= auto
+OUT    ?= demo_out
+ARGS   ?=
+export PYTHON
+
+# Programs that several test processes need are compiled once, here.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+
+.PHONY: demo test lint bench venv clean
+
+demo:
+	./setup_venv.sh $(VENV)
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/t1jax demo $(OUT)
+
+test: venv
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadscope $(ARGS)
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+bench: venv
+	@for file in tests/benchmarks/bench_*.py; do \
+	    [ -e "$$file" ] || { echo "no benchmark in tests/benchmarks yet"; break; }; \
+	    echo "== $$file"; $(VENV)/bin/python "$$file" || exit 1; \
+	done
+
+venv:
+	@./setup_venv.sh $(VENV) $(EXTRAS)
+
+clean:
+	rm -rf $(VENV) .venv313 .cache .mypy_cache .ruff_cache .pytest_cache build *.egg-info $(OUT)

@@ -1,0 +1,51 @@
+"""Packaging: what t1jax needs, and why. Tool settings are in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+# Lower bounds are releases the tests run with. Parts still to come bring their own:
+# google-jetstream (sampling), grain (data), docker (sandbox), optax (rl).
+REQUIRED = [
+    "jax>=0.10.2",  # arrays, compilation, sharding; 0.10.2 is the last for Python 3.11
+    "flax>=0.12.8",  # the module system of t1jax/model
+    "orbax-checkpoint>=0.12.8",  # sharded checkpoints that several hosts write together
+    "numpy>=2.2",  # every host array
+    "ml_dtypes>=0.5.1",  # bfloat16 on the host
+    "safetensors>=0.5",  # Hugging Face weights; the inputs and outputs of `t1jax score`
+    "etils[epath]>=1.12",  # one path type for local disk and gs://
+    "tokenizers>=0.21",  # tokenizer.json without transformers
+    "typer>=0.15",  # the command line
+    "rich>=13.9",  # progress bars on a terminal
+    "pyyaml>=6.0.2",  # configs/*.yaml
+]
+
+EXTRAS = {
+    "tpu": [
+        "libtpu",  # the TPU run-time, and ahead-of-time TPU compilation on any machine; jax fits it
+        "tokamax>=0.0.12",  # Pallas kernels for ragged products, chosen by name in the model
+    ],
+    "hf": [
+        "torch>=2.13.0",  # runs the reference; see constraints.txt
+        "transformers>=5.24",  # the reference: the first release whose cached forward is right
+    ],
+    "test": [
+        "pytest>=8.3",  # runs the tests
+        "pytest-xdist>=3.6",  # on every core
+        "hypothesis>=6.120",  # properties over generated inputs
+        "psutil>=6.1",  # memory that a test or benchmark used
+        "ruff>=0.17",  # lint
+        "mypy>=1.15",  # types
+        "types-PyYAML>=6.0.12",  # types of yaml, which carries none
+    ],
+}
+
+setup(
+    name="t1jax",
+    version="0.1.0",
+    description="Agentic reinforcement learning of Qwen3.5-MoE in JAX, on TPUs",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["t1jax", "t1jax.*"]),
+    install_requires=REQUIRED,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["t1jax = t1jax.cli:main"]},
+)
