@@ -1,0 +1,256 @@
+"""Gated grouped-query attention, blockwise on CPU and splash on TPU, behind one function.
+
+Owns the causal and segment mask: query t sees key s when s is not later in the row and both lie
+in the same segment. A row of the cache is one segment.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from t1jax.model.config import ModelConfig
+from t1jax.model.execution import Execution
+from t1jax.model.layers import RMSNorm, Stack, declare, normal, rotary_tables, rotate
+from t1jax.model.sharding import RULES, constrain, per_shard, spec
+
+QUERY_BLOCK = 128  # queries whose scores are alive at once, on CPU
+
+
+class KeyValues(NamedTuple):
+    """Keys (normed and rotated) and values: [B, S, K, H] each.
+
+    In a cache both are stacked over the groups of layers, [groups, B, capacity, K, H]; column s of
+    row b is written when s is below the row's length.
+    """
+
+    k_BSKH: jax.Array
+    v_BSKH: jax.Array
+
+
+class Placed(NamedTuple):
+    """Where tokens stand in their rows: column in the row's stream, and segment (0: padding)."""
+
+    column_BT: jax.Array
+    segment_BT: jax.Array
+
+
+class Attention(nnx.Module):
+    """q, k, v with per-head norms and rotary positions; the output is gated before projection."""
+
+    def __init__(self, config: ModelConfig, stack: Stack):
+        a, D = config.attention, config.embed
+        self.config = a
+        heads, kv = ("embed", "heads", None), ("embed", "kv_heads", None)
+        self.q = declare(stack, (D, a.heads, a.head_dim), heads, normal())
+        self.gate = declare(stack, (D, a.heads, a.head_dim), heads, normal())
+        self.k = declare(stack, (D, a.kv_heads, a.head_dim), kv, normal())
+        self.v = declare(stack, (D, a.kv_heads, a.head_dim), kv, normal())
+        self.out = declare(stack, (a.heads, a.head_dim, D), ("heads", None, "embed"), normal())
+        self.q_norm = RMSNorm(a.head_dim, None, config.rms_eps, stack)
+        self.k_norm = RMSNorm(a.head_dim, None, config.rms_eps, stack)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        placed: Placed,
+        cached: tuple[KeyValues, jax.Array] | None,
+        run: Execution,
+    ) -> tuple[jax.Array, KeyValues | None]:
+        """Returns the layer's output and, when `cached` = (stack, group index), the new stack."""
+        project = lambda w: jnp.einsum(  # noqa: E731
+            "BTD,DNH->BTNH", x_BTD, w[...].astype(x_BTD.dtype), precision=run.precision
+        )
+        tables = rotary_tables(
+            positions_BT, self.config.rope_theta, self.config.rotary_dims, x_BTD.dtype
+        )
+        q_BTNH = rotate(self.q_norm(project(self.q)), *tables)
+        k_BTKH = rotate(self.k_norm(project(self.k)), *tables)
+        v_BTKH = project(self.v)
+        keys, keys_at, stack = KeyValues(k_BTKH, v_BTKH), None, None
+        if cached is not None:
+            stack = _append(*cached, keys, placed)
+            keys = jax.tree.map(lambda x: x[cached[1]].astype(x_BTD.dtype), stack)
+            keys_at = _cached_placement(keys.k_BSKH.shape[1], placed)
+        mixed_BTNH = attend(q_BTNH, keys, placed, keys_at, run)
+        gated_BTNH = mixed_BTNH * jax.nn.sigmoid(project(self.gate))
+        out_BTD = jnp.einsum(
+            "BTNH,NHD->BTD", gated_BTNH, self.out[...].astype(x_BTD.dtype), precision=run.precision
+        )
+        return constrain(out_BTD, run.mesh, "rows", "positions", None), stack
+
+
+def _append(stack: KeyValues, group: jax.Array, new: KeyValues, placed: Placed) -> KeyValues:
+    """Writes new columns at their place; padding goes nowhere (its column is out of range)."""
+    capacity = stack.k_BSKH.shape[2]
+    row_B1 = jnp.arange(placed.column_BT.shape[0])[:, None]
+    column_BT = jnp.where(placed.segment_BT > 0, placed.column_BT, capacity)
+    return jax.tree.map(
+        lambda old, x: old.at[group, row_B1, column_BT].set(x.astype(old.dtype), mode="drop"),
+        stack,
+        new,
+    )
+
+
+def _cached_placement(capacity: int, placed: Placed) -> Placed:
+    """Columns of the cache up to the newest query of each row; later ones are not written yet."""
+    newest_B1 = jnp.max(
+        placed.column_BT, axis=1, keepdims=True, where=placed.segment_BT > 0, initial=-1
+    )
+    column_BS = jnp.broadcast_to(jnp.arange(capacity), (newest_B1.shape[0], capacity))
+    return Placed(column_BS, (column_BS <= newest_B1).astype(placed.segment_BT.dtype))
+
+
+def attend(
+    q_BTNH: jax.Array,
+    keys: KeyValues,
+    queries_at: Placed,
+    keys_at: Placed | None,
+    run: Execution,
+) -> jax.Array:
+    """softmax(q k / sqrt(H)) v under the causal segment mask; sharded over rows, context, heads.
+
+    Args:
+      q_BTNH: queries, rotated.
+      keys: keys and values [B, S, K, H]; query head n reads kv head n // (N / K).
+      queries_at: columns and segments of the queries, int32 [B, T].
+      keys_at: the same of the keys, [B, S]; None when the keys are the queries' own tokens, which
+        then are split over the context axis like them (cached keys are not).
+
+    Returns:
+      [B, T, N, H]. Padding queries get finite values without meaning.
+    """
+    rows, along, heads = (spec(name)[0] for name in ("rows", "positions", "heads"))
+    queries = PartitionSpec(rows, along, heads, None)
+    at = Placed(PartitionSpec(rows, along), PartitionSpec(rows, along))
+    own = keys_at is None
+    key = PartitionSpec(rows, along if own else None, None, None)
+    key_at = at if own else Placed(PartitionSpec(rows, None), PartitionSpec(rows, None))
+
+    def local(q_BTNH, keys, queries_at, keys_at):
+        if own:
+            keys, keys_at = _whole_context((keys, keys_at), run)
+        keys = _heads_read_here(q_BTNH, keys, run)
+        kernel = _splash if own and run.attention == "splash" else _blockwise
+        return kernel(q_BTNH, keys, queries_at, keys_at)
+
+    attend_shard = per_shard(local, run.mesh, (queries, KeyValues(key, key), at, key_at), queries)
+    return attend_shard(q_BTNH, keys, queries_at, queries_at if own else keys_at)
+
+
+def _whole_context(tree, run: Execution):
+    """Gathers keys, values and their places over the context axis (few kv heads: small)."""
+    (axis,) = RULES["positions"]
+    if run.mesh.shape[axis] == 1:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), tree)
+
+
+def _heads_read_here(q_BTNH: jax.Array, keys: KeyValues, run: Execution) -> KeyValues:
+    """The kv heads that this shard's query heads read."""
+    (axis,) = RULES["heads"]
+    shards = run.mesh.shape[axis]
+    if shards == 1:
+        return keys
+    local, kv = q_BTNH.shape[2], keys.k_BSKH.shape[2]
+    group = local * shards // kv
+    if local % group and group % local:
+        raise ValueError(
+            f"tensor={shards}: {local} query heads a shard straddle groups of {group} per kv head"
+        )
+    start = jax.lax.axis_index(axis) * local // group
+    count = max(local // group, 1)
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, count, axis=2), keys)
+
+
+def _blockwise(
+    q_BTNH: jax.Array, keys: KeyValues, queries_at: Placed, keys_at: Placed
+) -> jax.Array:
+    """One block of queries at a time: memory grows with S, not with T times S.
+
+    Each block's scores are computed again in the backward pass instead of being kept.
+    """
+    B, T, N, H = q_BTNH.shape
+    blocks = -(-T // QUERY_BLOCK)
+    if blocks == 1:
+        return _scores_to_values(q_BTNH, keys, queries_at, keys_at)
+    pad = blocks * QUERY_BLOCK - T
+
+    def cut(x):
+        padded = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(B, blocks, QUERY_BLOCK, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def block(q_BTNH, at):
+        return _scores_to_values(q_BTNH, keys, at, keys_at)
+
+    _, out = jax.lax.scan(
+        lambda carry, x: (carry, block(*x)),
+        None,
+        (cut(q_BTNH), jax.tree.map(cut, queries_at)),
+    )
+    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * QUERY_BLOCK, N, H)[:, :T]
+
+
+def _scores_to_values(q_BTNH, keys, queries_at, keys_at):
+    B, T, N, H = q_BTNH.shape
+    K = keys.k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    mask_BTS = (
+        (keys_at.column_BT[:, None] <= queries_at.column_BT[:, :, None])
+        & (keys_at.segment_BT[:, None] == queries_at.segment_BT[:, :, None])
+        & (queries_at.segment_BT[:, :, None] > 0)
+    )
+    scores_BKGTS = H**-0.5 * jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BTKGH, keys.k_BSKH, preferred_element_type=jnp.float32,
+        precision=_precision(q_BTNH),
+    )
+    # Finite, so that a query that sees nothing (padding) has finite gradients.
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -1e30)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(q_BTNH.dtype)
+    out_BTKGH = jnp.einsum(
+        "BKGTS,BSKH->BTKGH", probs_BKGTS, keys.v_BSKH, precision=_precision(q_BTNH)
+    )
+    return out_BTKGH.reshape(B, T, N, H)
+
+
+def _precision(x: jax.Array) -> str | None:
+    return "highest" if x.dtype == jnp.float32 else None
+
+
+def _splash(q_BTNH, keys, queries_at, keys_at):
+    """TPU: Pallas splash attention, causal by column with segment ids, one kernel a row.
+
+    Columns count from 0 in every row here (no cache), so the causal mask is static; with the
+    context axis the queries are a slice of the columns and the blockwise kernel runs instead.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    B, T, N, H = q_BTNH.shape
+    S, K = keys.k_BSKH.shape[1:3]
+    if T != S:
+        return _blockwise(q_BTNH, keys, queries_at, keys_at)
+    mask = masks.MultiHeadMask([masks.CausalMask((T, S))] * (N // K))
+    kernel = splash.make_splash_mqa_single_device(mask)
+    q_BKGTH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in keys)
+    segments = splash.SegmentIds(queries_at.segment_BT, keys_at.segment_BT)
+    per_head = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+    out_BKGTH = jax.vmap(per_head)(q_BKGTH, k_BKSH, v_BKSH, segments)
+    out_BTNH = out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out_BTNH * (queries_at.segment_BT > 0)[:, :, None, None].astype(out_BTNH.dtype)
+
+
+def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str) -> KeyValues:
+    """Room for `capacity` columns in each of `rows` rows, for one attention layer of every group."""
+    a = config.attention
+    shape = (config.groups, rows, capacity, a.kv_heads, a.head_dim)
+    return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

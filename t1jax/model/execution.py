@@ -1,0 +1,58 @@
+"""How a model is run, as against what it computes: one frozen value, passed to every call."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from t1jax.model import remat
+from t1jax.model.sharding import make_mesh
+
+CHOICES = {
+    "grouped_matmul": ("blocked", "ragged", "tokamax", "dense"),
+    "dispatch": ("gather", "ragged_all_to_all"),
+    "attention": ("blockwise", "splash"),
+    "remat": tuple(remat.POLICIES),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """Mesh, numerics and kernels of one call. Hashable: a static argument of `jax.jit`.
+
+    None of it changes the mathematics; two Executions agree to rounding.
+    """
+
+    mesh: Mesh
+    dtype: str = "bfloat16"  # activations; float32 where the reference uses float32
+    router_dtype: str = ""  # of the router's product; empty: as the activations (the reference)
+    remat: str = "none"  # see remat.POLICIES
+    grouped_matmul: str = "blocked"
+    dispatch: str = "gather"
+    attention: str = "blockwise"
+    chunk: int = 64  # positions per delta-net chunk
+
+    def __post_init__(self) -> None:
+        for field, allowed in CHOICES.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(f"execution.{field}={value!r}; expected one of {allowed}")
+        for field in ("dtype", "router_dtype"):
+            value = getattr(self, field)
+            if value not in ("bfloat16", "float32") and not (field == "router_dtype" and not value):
+                raise ValueError(f"execution.{field}={value!r}; expected bfloat16 or float32")
+
+    @property
+    def precision(self) -> str | None:
+        """Matmul precision that keeps float32 activations float32 on TPU."""
+        return "highest" if self.dtype == "float32" else None
+
+
+def default_execution(mesh: Mesh | None = None, **changes: str | int) -> Execution:
+    """The Execution for the mesh's platform: blocked kernels on CPU, native ones on TPU."""
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    platform = mesh.devices.flat[0].platform
+    kernels = (
+        dict(grouped_matmul="ragged", attention="splash") if platform == "tpu" else {}
+    )
+    return Execution(mesh=mesh, **(kernels | changes))  # type: ignore[arg-type]
