@@ -1,0 +1,313 @@
+"""How fast and how lean the model is, against transformers and against plain matmuls.
+
+    python tests/benchmarks/model.py [--only NAME ...] [--pairs N]
+
+Every figure is a ratio of neighbouring runs on this machine (A B A B ..., in processes that take
+turns), its median over the pairs; no figure is a time. The reference is transformers'
+Qwen3_5MoeForCausalLM with random weights in float32, with whichever of its expert and attention
+kernels is fastest for the task. The last line is one JSON document.
+
+Why these: a model this size on CPU is bound by matrix products (the shares of the plain rate say
+how nearly), decoding by reading weights, and what a mixture adds to a dense model is the sorting
+and moving of rows, which the grouped figures isolate. Not covered: TPU kernels, bfloat16, meshes of
+more than one device.
+
+Peak memory of a training step: growth of the process's peak resident set (VmHWM, which is
+ru_maxrss, reset before) over three steps, above the resident set after imports, weights, tokens
+and, for us, compiling; gradients are outputs and count, an optimizer has no part in it.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+
+import psutil
+from model_sizes import DECODE_STEPS, FORMULA, POSITIONS, ROWS, document, forward_flops
+from workers import Rounds, Worker, take_turns, worker
+
+OURS, REFERENCE = "model_ours.py", "model_reference.py"
+PLAIN = {"rows": 16384, "inner": 512, "outer": 512}  # the experts' product, as one dense matrix
+CUBE = {"rows": 2048, "inner": 2048, "outer": 2048}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A median ratio and what it should be; `target` None: for information."""
+
+    name: str
+    ratios: list[float]
+    target: float | None = None
+    at_least: bool = True
+    others: float = 0.0
+    note: str = ""
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.ratios)
+
+    @property
+    def met(self) -> bool | None:
+        """Compared as printed, to two decimals: below that is noise here."""
+        if self.target is None:
+            return None
+        rounded = round(self.measured, 2)
+        return rounded >= self.target if self.at_least else rounded <= self.target
+
+    def row(self) -> str:
+        sign = "≥" if self.at_least else "≤"
+        target = "" if self.target is None else f"{sign} {self.target:g}"
+        spread = f"{min(self.ratios):.2f}-{max(self.ratios):.2f}"
+        met = {None: "", True: "yes", False: "NO"}[self.met]
+        return (
+            f"{self.name:<58} {target:>7} {self.measured:>9.2f} {spread:>13} {met:>4}"
+            f" {self.others:>6.0%}  {self.note}"
+        )
+
+    def record(self) -> dict[str, object]:
+        return {
+            "figure": self.name, "target": self.target,
+            "direction": "at least" if self.at_least else "at most",
+            "measured": self.measured, "met": self.met, "pairs": self.ratios,
+            "others": self.others, "note": self.note,
+        }
+
+
+HEADER = f"{'figure':<58} {'target':>7} {'measured':>9} {'range':>13} {'met':>4} {'others':>6}"
+
+
+def at_least(name, ratios, target, rounds: Rounds, note="") -> Figure:
+    return Figure(name, ratios, target, True, rounds.others, note)
+
+
+def at_most(name, ratios, target, rounds: Rounds, note="") -> Figure:
+    return Figure(name, ratios, target, False, rounds.others, note)
+
+
+# ---- against the reference ----------------------------------------------------------------------
+
+
+def fastest_kernels(reference: Worker, task: str, candidates, **arguments) -> dict[str, str]:
+    """The reference's quickest pair of expert and attention kernels for this task."""
+    timers = {}
+    for experts, attention in candidates:
+        timers[f"{experts}+{attention}"] = reference.prepare(
+            f"{experts}+{attention}", task, experts=experts, attention=attention, **arguments
+        )
+    rounds = take_turns(timers, 2)
+    for name in timers:
+        reference.ask("drop", name)
+    best = min(timers, key=lambda name: min(rounds.seconds[name]))
+    print(f"  reference {task}: {best} is fastest of", ", ".join(
+        f"{name} {min(seconds):.3f} s" for name, seconds in rounds.seconds.items()
+    ), flush=True)
+    return dict(zip(("experts", "attention"), best.split("+"), strict=True))
+
+
+# Left out where they are hopeless: batched_mm copies an expert's weights for every routed copy (17
+# GB for the batch), and the eager loop's backward is 4 times grouped_mm's.
+ATTENTION = [("grouped_mm", "sdpa"), ("grouped_mm", "eager")]
+CANDIDATES = {
+    "forward": [*ATTENTION, ("eager", "sdpa")],
+    "train": ATTENTION,
+    "decode": [*ATTENTION, ("eager", "sdpa"), ("batched_mm", "sdpa")],
+}
+
+
+def compare(task: str, passes: int, share: float, speed: float, pairs: int) -> Iterator[Figure]:
+    """One task of both, and the plain rate, in turns. `passes`: forward passes' worth of work."""
+    with worker(OURS) as ours, worker(REFERENCE) as reference:
+        kernels = fastest_kernels(reference, task, CANDIDATES[task])
+        rounds = take_turns(
+            {
+                "ours": ours.prepare("ours", task),
+                "reference": reference.prepare("reference", task, **kernels),
+                "plain": ours.prepare("plain", "plain", **PLAIN),
+            },
+            pairs,
+        )
+    flops = passes * forward_flops(document(), ROWS * POSITIONS, POSITIONS)
+    plain_flops = 2 * PLAIN["rows"] * PLAIN["inner"] * PLAIN["outer"]
+    shares = {
+        name: [x * flops / plain_flops for x in rounds.ratio("plain", name)]
+        for name in ("ours", "reference")
+    }
+    what = {"forward": "forward", "train": "forward + backward"}[task]
+    seconds = f"{rounds.median('ours'):.3f} s, reference {rounds.median('reference'):.3f} s"
+    yield at_least(
+        f"{what}: our speed / reference", rounds.ratio("reference", "ours"), speed, rounds, seconds
+    )
+    note = f"plain {plain_flops / rounds.median('plain') / 1e9:.0f} GFLOP/s"
+    yield at_least(f"{what}: share of the plain rate", shares["ours"], share, rounds, note)
+    yield at_least(
+        f"{what}: the reference's share of that rate", shares["reference"], None, rounds
+    )
+
+
+def forward(pairs: int) -> Iterator[Figure]:
+    """Logits of 4 x 512 tokens."""
+    yield from compare("forward", 1, 0.8, 1.0, pairs)
+
+
+def train(pairs: int) -> Iterator[Figure]:
+    """Mean log-prob of 4 x 512 tokens and its gradient by every parameter."""
+    yield from compare("train", 3, 0.75, 1.2, pairs)
+
+
+def decode(pairs: int) -> Iterator[Figure]:
+    """Steps of greedy decoding after 256 cached tokens, at batch 16 and 1."""
+    for rows, target in ((16, 3.0), (1, None)):
+        with worker(OURS) as ours, worker(REFERENCE) as reference:
+            candidates = CANDIDATES["decode"][: 4 if rows == 1 else 3]
+            kernels = fastest_kernels(reference, "decode", candidates, rows=rows)
+            rounds = take_turns(
+                {
+                    "ours": ours.prepare("ours", "decode", rows=rows),
+                    "reference": reference.prepare("reference", "decode", rows=rows, **kernels),
+                },
+                pairs,
+            )
+        per_step = {name: 1e3 * rounds.median(name) / DECODE_STEPS for name in rounds.seconds}
+        yield at_least(
+            f"decode step at batch {rows}: our speed / reference",
+            rounds.ratio("reference", "ours"), target, rounds,
+            f"{per_step['ours']:.1f} ms, reference {per_step['reference']:.1f} ms",
+        )
+
+
+def memory(pairs: int) -> Iterator[Figure]:
+    """Peak memory of a training step; deterministic, so once."""
+    with worker(REFERENCE) as reference:
+        kernels = {"experts": "grouped_mm", "attention": "sdpa"}
+        theirs = reference.ask("call", "train_memory", arguments=kernels)["growth"]
+    with worker(OURS) as ours:
+        mine = ours.ask("call", "train_memory")
+    yield Figure(
+        "training step: our peak memory / reference", [mine["growth"] / theirs], 0.8, False,
+        note=f"{mine['growth'] / 1e9:.2f} GB (planned {mine['planned'] / 1e9:.2f}), "
+        f"reference {theirs / 1e9:.2f} GB",
+    )
+
+
+def rates(pairs: int) -> Iterator[Figure]:
+    """The plain rates themselves, ours and torch's, in two shapes."""
+    with worker(OURS) as ours, worker(REFERENCE) as reference:
+        timers = {
+            f"{who} {name}": process.prepare(name, "plain", **shape)
+            for who, process in (("jax", ours), ("torch", reference))
+            for name, shape in (("[16384,512]x[512,512]", PLAIN), ("2048 cubed", CUBE))
+        }
+        rounds = take_turns(timers, pairs)
+    for name, shape in (("[16384,512]x[512,512]", PLAIN), ("2048 cubed", CUBE)):
+        flops = 2e-9 * shape["rows"] * shape["inner"] * shape["outer"]
+        speeds = [flops / rounds.median(f"{who} {name}") for who in ("jax", "torch")]
+        yield at_least(
+            f"plain rate {name}: jax / torch", rounds.ratio(f"torch {name}", f"jax {name}"), None,
+            rounds, "{:.0f} and {:.0f} GFLOP/s".format(*speeds),
+        )
+
+
+# ---- of ours alone ------------------------------------------------------------------------------
+
+
+def grouped(pairs: int) -> Iterator[Figure]:
+    """The grouped product against one dense product over as many rows, and many experts."""
+    for gradient in (False, True):
+        for name, inner, outer in (("up", 512, 512), ("down", 256, 512)):
+            with worker(OURS) as ours:
+                rounds = take_turns(
+                    {
+                        str(experts): ours.prepare(
+                            str(experts), "grouped", experts=experts, inner=inner, outer=outer,
+                            gradient=gradient,
+                        )
+                        for experts in (0, 64, 256)
+                    },
+                    pairs,
+                )
+            what = f"grouped matmul, {name}{', with gradients' if gradient else ''}"
+            yield at_most(f"{what}: time / dense", rounds.ratio("64", "0"), 1.6, rounds)
+            yield at_most(
+                f"{what}: time at 256 experts / 64", rounds.ratio("256", "64"), 1.6, rounds
+            )
+
+
+def replay(pairs: int) -> Iterator[Figure]:
+    """Given routes, with and without a plan, against live routing; and returning the routes."""
+    for task in ("forward", "train"):
+        with worker(OURS) as ours:
+            timers = {
+                variant: ours.prepare(variant, task, variant=variant)
+                for variant in ("live", "replay", "planned")
+            }
+            if task == "forward":
+                timers["routes"] = ours.prepare("routes", task, with_routes=True)
+            rounds = take_turns(timers, pairs)
+        yield at_most(f"{task}: replay / live", rounds.ratio("replay", "live"), 1.0, rounds)
+        yield at_most(
+            f"{task}: replay with a plan / live", rounds.ratio("planned", "live"), 1.0, rounds
+        )
+        if task == "forward":
+            yield at_most(
+                "forward: returning routes / not", rounds.ratio("routes", "live"), 1.01, rounds
+            )
+
+
+def compilation(pairs: int) -> Iterator[Figure]:
+    """Tracing, lowering and compiling 48 layers against 8, of small widths."""
+    for gradient in (False, True):
+        with worker(OURS) as ours:
+            rounds = take_turns(
+                {
+                    str(layers): ours.prepare(
+                        str(layers), "compile", layers=layers, gradient=gradient
+                    )
+                    for layers in (8, 48)
+                },
+                min(pairs, 3),
+            )
+        yield at_most(
+            f"compile time, {'gradient' if gradient else 'forward'}: 48 layers / 8",
+            rounds.ratio("48", "8"), 1.5, rounds,
+            f"{rounds.median('48'):.1f} s, {rounds.median('8'):.1f} s",
+        )
+
+
+BENCHMARKS: dict[str, Callable[[int], Iterator[Figure]]] = {
+    "forward": forward,
+    "train": train,
+    "decode": decode,
+    "memory": memory,
+    "grouped": grouped,
+    "replay": replay,
+    "compile": compilation,
+    "rates": rates,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+    parser.add_argument("--pairs", type=int, default=7, help="neighbouring runs per figure")
+    chosen = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
+    before = psutil.cpu_percent(interval=1.0)
+    print(f"{psutil.cpu_count()} cores, {before:.0f}% busy before the first run")
+    print(f"shares count: {FORMULA}")
+    figures = []
+    for name in chosen.only:
+        for figure in BENCHMARKS[name](chosen.pairs):
+            print(figure.row())
+            figures.append(figure)
+    print(f"\n{HEADER}", *(figure.row() for figure in figures), sep="\n")
+    print("range: of the pairs. others: share of the machine that other processes had meanwhile.")
+    print(json.dumps({
+        "benchmark": "model", "busy_before": before / 100,
+        "figures": [figure.record() for figure in figures],
+    }))
+
+
+if __name__ == "__main__":
+    main()
