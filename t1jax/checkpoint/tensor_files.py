@@ -1,0 +1,215 @@
+"""Safetensors files: where each tensor lies, and its bytes without reading the others.
+
+Knows nothing of the model. Reads headers itself, because the safetensors package neither maps
+bfloat16 into numpy nor says what is wrong with a truncated file.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from t1jax.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SetTwice(UserError):  # noqa: N818 - the refusals read as what is wrong
+    """One parameter has two sources, and they may differ."""
+
+
+class UnknownTensor(UserError):  # noqa: N818
+    """The source holds a tensor that no parameter takes."""
+
+
+class MissingTensor(UserError):  # noqa: N818
+    """A parameter's tensor is not in the source."""
+
+
+class MisshapenTensor(UserError):  # noqa: N818
+    """A tensor's shape is not the one that config.json asks for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a safetensors file; `array` maps it."""
+
+    name: str
+    file: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+    nbytes: int
+
+    def array(self) -> np.ndarray:
+        """Its values, read-only; on a local disk only the pages that are touched get read.
+
+        The pages stay counted as this process's memory until the array is let go.
+        """
+        path = epath.Path(self.file)
+        if self.nbytes == 0:
+            return np.empty(self.shape, self.dtype)
+        if is_local(path):
+            flat = np.memmap(os.fspath(path), np.uint8, "r", self.offset, self.nbytes)
+        else:
+            with path.open("rb") as stream:
+                stream.seek(self.offset)
+                flat = np.frombuffer(stream.read(self.nbytes), np.uint8)
+        return np.asarray(flat).view(self.dtype).reshape(self.shape)
+
+
+def is_local(path: epath.Path) -> bool:
+    """Whether the path lies on a disk that can be mapped and renamed."""
+    return "://" not in os.fspath(path)
+
+
+def read_directory(directory: epath.PathLike) -> dict[str, StoredTensor]:
+    """All tensors of a Hugging Face directory by name, from the files' headers alone.
+
+    Raises:
+      UserError: no weights, a file that the index names is missing, a truncated file, an index
+        that disagrees with the files, a tensor that two files hold.
+    """
+    directory = epath.Path(directory)
+    if (directory / INDEX).exists():
+        weight_map = _read_weight_map(directory / INDEX)
+        files = sorted(set(weight_map.values()))
+    elif (directory / SINGLE).exists():
+        weight_map, files = {}, [SINGLE]
+    else:
+        raise UserError(
+            f"{directory} holds neither {INDEX} nor {SINGLE}; expected the directory of a "
+            "Hugging Face checkpoint"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_header(directory / file).items():
+            if name in tensors:
+                raise SetTwice(
+                    f"tensor {name} is in {tensors[name].file} and in {tensor.file}; one tensor "
+                    "has one place: remove the stale file"
+                )
+            tensors[name] = tensor
+    lost = sorted(name for name in weight_map if name not in tensors)
+    if lost:
+        raise UserError(
+            f"{directory / INDEX} places {named(lost)} in files that do not hold "
+            f"{'it' if len(lost) == 1 else 'them'}; download the checkpoint again"
+        )
+    return tensors
+
+
+def _read_weight_map(index: epath.Path) -> Mapping[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index} has no weight_map; expected a safetensors index")
+    absent = sorted({file for file in weight_map.values() if not (index.parent / file).exists()})
+    if absent:
+        raise UserError(
+            f"{index.parent} lacks {named(absent)}, which {INDEX} names; download "
+            f"{'it' if len(absent) == 1 else 'them'} again"
+        )
+    return weight_map
+
+
+def read_header(file: epath.PathLike) -> dict[str, StoredTensor]:
+    """Where the tensors of one file lie; refuses a file whose size does not fit its header."""
+    path = epath.Path(file)
+    size = path.stat().length
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+        if not 0 < length <= size - 8:
+            raise _truncated(path, size, f"its first 8 bytes announce a header of {length} bytes")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise UserError(f"{path} has no readable safetensors header: {error}") from None
+    header.pop("__metadata__", None)
+    tensors = {name: _stored(path, 8 + length, name, entry) for name, entry in header.items()}
+    end = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
+    if end != size:
+        raise _truncated(path, size, f"its header needs {end}")
+    return tensors
+
+
+def _truncated(path: epath.Path, size: int, why: str) -> UserError:
+    return UserError(
+        f"{path} is truncated or damaged: it has {size} bytes and {why}; download it again"
+    )
+
+
+def _stored(path: epath.Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    if entry["dtype"] not in DTYPES:
+        raise UserError(
+            f"{path}: tensor {name} has dtype {entry['dtype']}; expected one of {sorted(DTYPES)}"
+        )
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    first, last = entry["data_offsets"]
+    if last - first != math.prod(shape) * dtype.itemsize:
+        raise UserError(
+            f"{path}: tensor {name} of shape {shape} and dtype {entry['dtype']} holds "
+            f"{last - first} bytes; expected {math.prod(shape) * dtype.itemsize}"
+        )
+    return StoredTensor(
+        name=name,
+        file=os.fspath(path),
+        dtype=dtype,
+        shape=shape,
+        offset=base + first,
+        nbytes=last - first,
+    )
+
+
+def read_json(path: epath.Path) -> dict[str, Any]:
+    """A JSON object from a file, or a UserError that says which file is not one."""
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path} holds a {type(document).__name__}; expected a JSON object")
+    return document
+
+
+def named(names: list[str], most: int = 5) -> str:
+    """Names for a message: the first few and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@functools.cache
+def _words(itemsize: int) -> np.dtype:
+    return np.dtype(f"u{itemsize}")
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The same memory as unsigned integers: numpy copies those far faster than ml_dtypes."""
+    return array.view(_words(array.dtype.itemsize))
