@@ -19,7 +19,7 @@ repeated pattern.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,13 +27,13 @@ import numpy as np
 from etils import epath
 
 from t1jax.checkpoint.fp8 import SCALE, check_scales, dequantise
+from t1jax.checkpoint.parts import Part, Table, Use, assemble, fill
 from t1jax.checkpoint.tensor_files import (
     MisshapenTensor,
     MissingTensor,
     SetTwice,
     StoredTensor,
     UnknownTensor,
-    bits,
     named,
     read_directory,
     read_json,
@@ -48,8 +48,6 @@ PREFIXES = ("model.language_model.", "model.")
 LAYOUTS = ("fused", "per_expert")
 CARRIED = ("mtp.", "model.visual.")  # not computed here; kept byte for byte
 
-View = Callable[[np.ndarray], np.ndarray]
-
 
 @dataclasses.dataclass(frozen=True)
 class Naming:
@@ -57,22 +55,6 @@ class Naming:
 
     prefix: str = PREFIXES[0]
     experts: str = "fused"
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A view of one published tensor, and where it goes in the parameter.
-
-    `where` fixes the parameter's leading axes: a position, or None for the whole axis.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]  # of the published tensor
-    view: View
-    where: tuple[int | None, ...] = ()
-
-
-Table = dict[Path, tuple[Part, ...]]
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -335,27 +317,6 @@ def open_source(directory: epath.PathLike) -> Source:
     return Source(str(directory), document, config, tensors, naming)
 
 
-def fill(
-    out: np.ndarray,
-    starts: tuple[int, ...],
-    parts: Iterable[Part],
-    read: Callable[[str], np.ndarray],
-) -> None:
-    """Fills a block of a parameter, whose first element stands at `starts`, from its parts.
-
-    Reads no tensor that has nothing in the block, and of the others only what the block needs.
-    """
-    for part in parts:
-        fixed = list(part.where) + [None] * (out.ndim - len(part.where))
-        spans = list(zip(fixed, starts, out.shape, strict=True))
-        if any(at is not None and not first <= at < first + size for at, first, size in spans):
-            continue
-        target = tuple(slice(None) if at is None else at - first for at, first, _ in spans)
-        wanted = tuple(slice(first, first + size) for at, first, size in spans if at is None)
-        piece = part.view(bits(read(part.tensor)))[wanted]
-        bits(out)[target] = piece
-
-
 def load_params(
     directory: epath.PathLike,
     model: Qwen3_5,
@@ -417,13 +378,9 @@ def to_published(
     Every dtype stays as it is. Gradients under the names of the reference's modules:
     `to_published(grads, config, Naming(prefix="model."))`.
     """
-    leaves = flatten(params)
-    takers = by_tensor(table(config, naming or Naming(), head))
-    for name, uses in takers.items():
-        yield name, assemble(uses, lambda path, part: np.asarray(leaves[path][part.where[:1]]))
-
-
-Use = tuple[Path, Part]
+    leaves = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    for name, uses in by_tensor(table(config, naming or Naming(), head)).items():
+        yield name, assemble(uses, lambda path, index: leaves[path][index])
 
 
 def by_tensor(rows: Table) -> dict[str, list[Use]]:
@@ -433,19 +390,3 @@ def by_tensor(rows: Table) -> dict[str, list[Use]]:
         for part in parts:
             takers.setdefault(part.tensor, []).append((path, part))
     return takers
-
-
-def assemble(uses: list[Use], layer: Callable[[Path, Part], np.ndarray]) -> np.ndarray:
-    """A published tensor from the parameters that hold it.
-
-    `layer(path, part)` gives the parameter's values at the first position that `part.where` fixes.
-    """
-    out: np.ndarray | None = None
-    for path, part in uses:
-        values = layer(path, part)
-        if out is None:
-            out = np.empty(part.shape, values.dtype)
-        inside = tuple(slice(None) if at is None else at for at in part.where[1:])
-        part.view(bits(out))[...] = bits(values)[inside]
-    assert out is not None, "a published tensor that no parameter holds"
-    return out

@@ -10,14 +10,15 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
 from t1jax.errors import UserError
+from t1jax.progress import Progress
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -75,12 +76,12 @@ class StoredTensor:
         if self.nbytes == 0:
             return np.empty(self.shape, self.dtype)
         if is_local(path):
-            flat = np.memmap(os.fspath(path), np.uint8, "r", self.offset, self.nbytes)
-        else:
-            with path.open("rb") as stream:
-                stream.seek(self.offset)
-                flat = np.frombuffer(stream.read(self.nbytes), np.uint8)
-        return np.asarray(flat).view(self.dtype).reshape(self.shape)
+            mapped = np.memmap(os.fspath(path), np.uint8, "r", self.offset, self.nbytes)
+            return np.asarray(mapped).view(self.dtype).reshape(self.shape)
+        with path.open("rb") as stream:
+            stream.seek(self.offset)
+            flat = np.frombuffer(stream.read(self.nbytes), np.uint8)
+        return flat.view(self.dtype).reshape(self.shape)
 
 
 def is_local(path: epath.Path) -> bool:
@@ -184,6 +185,39 @@ def _stored(path: epath.Path, base: int, name: str, entry: Mapping[str, Any]) ->
         offset=base + first,
         nbytes=last - first,
     )
+
+
+class Block(Protocol):
+    """Something to be written as one tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def array(self) -> np.ndarray: ...
+
+
+def write_file(path: epath.Path, tensors: Collection[Block], progress: Progress) -> None:
+    """Writes one safetensors file, holding one tensor in memory at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        first, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (first, end),
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            values = np.ascontiguousarray(tensor.array()).reshape(-1).view(np.uint8)
+            stream.write(values.data)
+            progress.advance(values.nbytes)
 
 
 def read_json(path: epath.Path) -> dict[str, Any]:
