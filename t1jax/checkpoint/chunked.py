@@ -188,11 +188,12 @@ class _Writer(ocp.type_handlers.TypeHandler):
 def save(directory: epath.Path, tree: dict[str, Any], read: Read, progress: Progress) -> None:
     """Writes a tree of `Parameter` leaves as an orbax checkpoint."""
     registry = ocp.type_handlers.create_type_handler_registry((Parameter, _Writer(read, progress)))
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False, use_compression=False, type_handler_registry=registry
-    )
-    with _quiet(), ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(directory, args=ocp.args.PyTreeSave(tree))
+    with _quiet():
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False, use_compression=False, type_handler_registry=registry
+        )
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(directory, args=ocp.args.PyTreeSave(tree))
 
 
 @contextmanager

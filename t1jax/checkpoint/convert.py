@@ -80,7 +80,7 @@ def convert(
     parameters = describe(source, mesh, dtype)
     carried = {name: t for name, t in source.tensors.items() if is_carried(name)}
     total_bytes = sum(p.nbytes for p in parameters) + sum(t.nbytes for t in carried.values())
-    others = _files_beside(epath.Path(source.directory))
+    others = files_beside(epath.Path(source.directory))
     files = [*dict.fromkeys(t.file for t in source.tensors.values()), *others]
     with staged(dst, total_bytes) as work, _hashing(files) as hashes:
         progress.start("convert", total_bytes)
@@ -142,7 +142,7 @@ def _tree(parameters: list[Parameter]) -> dict[str, Any]:
     return tree
 
 
-def _files_beside(directory: epath.Path) -> list[str]:
+def files_beside(directory: epath.Path) -> list[str]:
     """Tokenizer, chat template and configs: what travels along as it is."""
     return sorted(
         str(path)
@@ -207,11 +207,14 @@ def _manifest(
 # ---- verification -------------------------------------------------------------------------------
 
 
-def open_array(params: epath.Path, path: Path) -> tensorstore.TensorStore:
+def open_array(
+    params: epath.Path, path: Path, context: tensorstore.Context | None = None
+) -> tensorstore.TensorStore:
     """One parameter of a checkpoint, for reading any part of it."""
     folder = params / ".".join(path)
     url = f"file://{folder.resolve()}/" if is_local(folder) else f"{folder}/"
-    return tensorstore.open({"driver": "zarr", "kvstore": url}, read=True).result()
+    spec = {"driver": "zarr", "kvstore": url}
+    return tensorstore.open(spec, read=True, context=context).result()
 
 
 def _verify(

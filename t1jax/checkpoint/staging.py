@@ -39,7 +39,6 @@ def staged(dst: epath.PathLike, needed_bytes: int) -> Iterator[epath.Path]:
     try:
         yield work
         if local:
-            _sync(work)
             os.replace(work, dst)
         else:
             (work / MARK).unlink()
@@ -65,14 +64,3 @@ def _refuse_full_disk(work: epath.Path, needed_bytes: int) -> None:
             f"{work.parent} has {free_bytes / 1e9:.1f} GB free and {needed_bytes / 1e9:.1f} GB "
             "are needed; free some space or choose another disk"
         )
-
-
-def _sync(work: epath.Path) -> None:
-    """Files reach the disk before the rename does, so that a power cut cannot reorder them."""
-    for folder, _, files in os.walk(work):
-        for name in files:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)

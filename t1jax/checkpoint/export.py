@@ -1,0 +1,163 @@
+"""`t1jax export`: a t1jax checkpoint becomes a Hugging Face directory again.
+
+The tensors have the names, expert layout and dtypes of the source they were converted from, and
+unless cast or changed their bytes too. Vision and MTP tensors come along untouched: servers that
+load the whole published architecture need them, and MTP gone stale only costs accepted drafts.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore
+from etils import epath
+
+from t1jax.checkpoint.convert import CARRIED_FILE, PARAMS, files_beside, open_array
+from t1jax.checkpoint.fp8 import SCALE
+from t1jax.checkpoint.huggingface import Naming, by_tensor, is_carried, table
+from t1jax.checkpoint.parts import Index, Use, assemble
+from t1jax.checkpoint.restore import read_manifest
+from t1jax.checkpoint.staging import staged
+from t1jax.checkpoint.tensor_files import INDEX, SINGLE, Block, read_header, write_file
+from t1jax.checkpoint.trees import Path
+from t1jax.errors import UserError
+from t1jax.model.config import from_huggingface
+from t1jax.progress import Progress
+
+Arrays = Mapping[Path, tensorstore.TensorStore]
+
+
+def export(
+    src: epath.PathLike,
+    dst: epath.PathLike,
+    *,
+    text_only: bool = False,
+    max_shard_bytes: int = 5 * 10**9,
+    progress: Progress | None = None,
+) -> None:
+    """Writes the Hugging Face directory `dst` from the t1jax checkpoint `src`.
+
+    Args:
+      src: what `t1jax convert` made.
+      dst: must not exist.
+      text_only: leave out vision and MTP and write the flat text config (Qwen3_5MoeForCausalLM).
+      max_shard_bytes: of one file; a larger tensor gets a file of its own.
+      progress: None shows it on stderr.
+
+    Raises:
+      UserError: `src` is no complete checkpoint, or `dst` exists.
+    """
+    if progress is None:
+        with Progress() as progress:
+            return export(
+                src, dst, text_only=text_only, max_shard_bytes=max_shard_bytes, progress=progress
+            )
+    src = epath.Path(src)
+    manifest = read_manifest(src)
+    tensors = _tensors(src, manifest, text_only)
+    total_bytes = sum(map(_nbytes, tensors))
+    shards = _shards(tensors, max_shard_bytes)
+    with staged(dst, total_bytes) as work:
+        progress.start("export", total_bytes)
+        for name, shard in shards.items():
+            write_file(work / name, shard, progress)
+        for file in files_beside(src):
+            epath.Path(file).copy(work / epath.Path(file).name)
+        config = _config(manifest, text_only)
+        if config != manifest["config"]:
+            (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if len(shards) > 1:
+            (work / INDEX).write_text(_index(shards, total_bytes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assembled:
+    """A published tensor that is put together when it is written."""
+
+    name: str
+    uses: list[Use]
+    arrays: Arrays
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.uses[0][1].shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.arrays[self.uses[0][0]].dtype.numpy_dtype
+
+    def array(self) -> np.ndarray:
+        return assemble(self.uses, self._read)
+
+    def _read(self, path: Path, index: Index) -> np.ndarray:
+        return self.arrays[path][index].read().result()
+
+
+def _tensors(src: epath.Path, manifest: Mapping[str, Any], text_only: bool) -> list[Block]:
+    """Every tensor to write, in the source's order; scales of FP8 weights have no successor."""
+    source = manifest["source"]
+    rows = table(from_huggingface(manifest["config"]), Naming(source["prefix"], source["experts"]))
+    # Two experts share a chunk, and gate and up do: the pool keeps it between their reads.
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**28}})
+    arrays = {path: open_array(src / PARAMS, path, context) for path in rows}
+    takers = by_tensor(rows)
+    carried = read_header(src / CARRIED_FILE) if (src / CARRIED_FILE).exists() else {}
+    tensors: list[Block] = []
+    for name in source["tensors"]:
+        if is_carried(name):
+            if text_only:
+                continue
+            if name not in carried:
+                raise UserError(f"{src / CARRIED_FILE} lacks {name}; convert the checkpoint again")
+            tensors.append(carried[name])
+        elif not name.endswith(SCALE):
+            tensors.append(_Assembled(name, takers[name], arrays))
+    return tensors
+
+
+def _nbytes(tensor: Block) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _shards(tensors: list[Block], max_bytes: int) -> dict[str, list[Block]]:
+    """File names and what goes into each, filled in order."""
+    shards: list[list[Block]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if shards[-1] and held + _nbytes(tensor) > max_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += _nbytes(tensor)
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    count = len(shards)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
+
+
+def _index(shards: Mapping[str, list[Block]], total_bytes: int) -> str:
+    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+    document = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _config(manifest: Mapping[str, Any], text_only: bool) -> dict[str, Any]:
+    """The source's config.json, changed only where the weights differ from the source's."""
+    config = dict(manifest["config"])
+    text = dict(config.get("text_config", config))
+    for document in (config, text):
+        document.pop("quantization_config", None)
+        if manifest["cast_to"] and "dtype" in document:
+            document["dtype"] = manifest["cast_to"]
+    if text_only:
+        return text | {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+        }
+    return config | {"text_config": text} if "text_config" in config else config
