@@ -136,7 +136,8 @@ def decode_task(rows: int) -> Task:
 
 def plain_task(rows: int, inner: int, outer: int) -> Task:
     """One dense float32 product: the machine's plain rate."""
-    x, w = (jax.random.normal(jax.random.key(0), shape) for shape in ((rows, inner), (inner, outer)))
+    shapes = (rows, inner), (inner, outer)
+    x, w = (jax.random.normal(jax.random.key(0), shape) for shape in shapes)
     product = jax.jit(jnp.dot)
     return Task(run=lambda: product(x, w).block_until_ready(), repeats=5)
 
@@ -144,8 +145,8 @@ def plain_task(rows: int, inner: int, outer: int) -> Task:
 def grouped_task(experts: int, inner: int, outer: int, gradient: bool) -> Task:
     """The routed copies of the batch times their experts' matrices; `experts` = 0: one matrix."""
     copies = ROWS * POSITIONS * document()["num_experts_per_tok"]
-    draw = np.random.default_rng(0)
-    sizes_E = jnp.asarray(draw.multinomial(copies, [1 / max(experts, 1)] * max(experts, 1)), "int32")
+    even = np.full(max(experts, 1), 1 / max(experts, 1))
+    sizes_E = jnp.asarray(np.random.default_rng(0).multinomial(copies, even), "int32")
     shape = (experts, inner, outer) if experts else (inner, outer)
     w = jax.random.normal(jax.random.key(1), shape)
     padding = ROW_PADDING if experts else 0

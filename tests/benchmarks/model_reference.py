@@ -1,4 +1,4 @@
-"""Worker: the tasks of the reference, transformers' Qwen3_5MoeForCausalLM on torch's CPU kernels."""
+"""Worker: the tasks of the reference, transformers' Qwen3_5MoeForCausalLM on torch."""
 
 import functools
 import warnings
