@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from t1jax.model.config import ModelConfig
 from t1jax.model.execution import Execution
-from t1jax.model.layers import RMSNorm, Stack, declare, normal, rotary_tables, rotate
+from t1jax.model.layers import RMSNorm, StackShape, declare, normal, rotary_tables, rotate
 from t1jax.model.sharding import RULES, constrain, per_shard, spec
 
 QUERY_BLOCK = 128  # queries whose scores are alive at once, on CPU
@@ -40,7 +40,7 @@ class Placed(NamedTuple):
 class Attention(nnx.Module):
     """q, k, v with per-head norms and rotary positions; the output is gated before projection."""
 
-    def __init__(self, config: ModelConfig, stack: Stack):
+    def __init__(self, config: ModelConfig, stack: StackShape):
         a, D = config.attention, config.embed
         self.config = a
         heads, kv = ("embed", "heads", None), ("embed", "kv_heads", None)

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from t1jax.model.config import DeltaConfig, ModelConfig
 from t1jax.model.execution import Execution
-from t1jax.model.layers import Stack, declare, l2_norm, log_uniform, normal, ones
+from t1jax.model.layers import StackShape, declare, l2_norm, log_uniform, normal, ones
 from t1jax.model.sharding import RULES, constrain, per_shard, spec
 
 
@@ -65,7 +65,7 @@ class Spans(NamedTuple):
 class DeltaNet(nnx.Module):
     """Projections, causal convolution, the recurrence, and a gated norm per head."""
 
-    def __init__(self, config: ModelConfig, stack: Stack):
+    def __init__(self, config: ModelConfig, stack: StackShape):
         d, D = config.delta, config.embed
         self.config, self.epsilon = d, config.rms_eps
         key, value = (d.key_heads, d.key_dim), (d.value_heads, d.value_dim)
@@ -313,9 +313,7 @@ def _prepare(q_BTJX, k_BTJX, v_BTIY, beta_BTI, g_BTI, spans: Spans, size: int) -
     right_ZBITY = jnp.concatenate(
         [beta_ZBIT[..., None] * v_ZBITY, (beta_ZBIT * grown_ZBIT)[..., None] * k_ZBITX], axis=-1
     )
-    solved = jax.lax.linalg.triangular_solve(
-        A_ZBITS + jnp.eye(size), right_ZBITY, left_side=True, lower=True, unit_diagonal=True
-    )
+    solved = _dot("ZBITS,ZBISY->ZBITY", unit_lower_inverse(A_ZBITS), right_ZBITY)
     u_ZBITY, w_ZBITX = jnp.split(solved, (v_ZBITY.shape[-1],), axis=-1)
     left_ZBIT = jnp.where(to_state_ZB1T, jnp.exp(last_ZBI1 - total_ZBIT), 0.0)
     keep_ZBI = jnp.where(keep_ZB1, jnp.exp(last_ZBI1[..., 0]), 0.0)
@@ -323,6 +321,49 @@ def _prepare(q_BTJX, k_BTJX, v_BTIY, beta_BTI, g_BTI, spans: Spans, size: int) -
         u_ZBITY, w_ZBITX, qk_ZBITS * decay_ZBITS,
         q_ZBITX * grown_ZBIT[..., None], k_ZBITX * left_ZBIT[..., None], keep_ZBI,
     )
+
+
+@jax.custom_vjp
+def unit_lower_inverse(A_TS: jax.Array) -> jax.Array:
+    """(I + A)^-1 for strictly lower triangular A [..., T, T], float32, by halves.
+
+    Matmuls only, as stable as forward substitution: [[a, 0], [c, b]]^-1 = [[a', 0], [-b' c a', b']].
+    Not `triangular_solve`: on CPU two of them at once deadlock a two-thread pool (jaxlib 0.10.2:
+    each blocks a worker while waiting for tasks queued on the same pool), and on TPU its loop over
+    rows is slower. T must be a power of two.
+    """
+    size = A_TS.shape[-1]
+    if size <= 8:  # (I - A)(I + A^2)(I + A^4) is exact: A^8 = 0
+        product = I_less_A = jnp.eye(size) - A_TS
+        power = _matmul(A_TS, A_TS)
+        while size > 2:
+            product = product + _matmul(product, power)
+            power, size = _matmul(power, power), size // 2
+        return product if A_TS.shape[-1] > 2 else I_less_A
+    half = size // 2
+    a, b = unit_lower_inverse(jnp.stack([A_TS[..., :half, :half], A_TS[..., half:, half:]]))
+    c = -_matmul(_matmul(b, A_TS[..., half:, :half]), a)
+    return jnp.concatenate(
+        [
+            jnp.concatenate([a, jnp.zeros_like(a)], axis=-1),
+            jnp.concatenate([c, b], axis=-1),
+        ],
+        axis=-2,
+    )
+
+
+def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision="highest")
+
+
+def _inverse_gradient(inverse_TS, d_TS):
+    transposed_TS = jnp.swapaxes(inverse_TS, -1, -2)
+    return (jnp.tril(-_matmul(_matmul(transposed_TS, d_TS), transposed_TS), -1),)
+
+
+unit_lower_inverse.defvjp(
+    lambda A_TS: (unit_lower_inverse(A_TS),) * 2, _inverse_gradient
+)
 
 
 def _states_across_shards(chunks: Chunk, state_BIXY: jax.Array, axis: str, shards: int):

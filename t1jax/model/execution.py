@@ -37,6 +37,8 @@ class Execution:
             value = getattr(self, field)
             if value not in allowed:
                 raise ValueError(f"execution.{field}={value!r}; expected one of {allowed}")
+        if self.chunk < 1 or self.chunk & (self.chunk - 1):
+            raise ValueError(f"execution.chunk={self.chunk}; expected a power of two, such as 64")
         for field in ("dtype", "router_dtype"):
             value = getattr(self, field)
             if value not in ("bfloat16", "float32") and not (field == "router_dtype" and not value):

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 # Rows of the blocks that an expert's rows are cut into, largest first; the last one may read past
 # the group's end. docs/model.md has the measurement behind both choices.
-BLOCKS_MANY = (128, 32)
+BLOCKS_MANY = (256, 128, 64, 32, 16)
 BLOCKS_FEW = (8,)  # decoding: a handful of rows per expert
 FEW_ROWS = 16  # mean rows per expert below which BLOCKS_FEW is used
 
@@ -33,7 +33,7 @@ class BackEnd(Protocol):
     """What a grouped-matmul back end provides."""
 
     def product(
-        self, x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, first: jax.Array | int,
+        self, x_RD: jax.Array, w_EDF: jax.Array, first: jax.Array | int, sizes_E: jax.Array,
         transposed: bool,
     ) -> jax.Array: ...
 
@@ -42,47 +42,55 @@ class BackEnd(Protocol):
     ) -> jax.Array: ...
 
 
+class Stack(NamedTuple):
+    """Matrices of several layers one after another, of which the groups' own begin at `first`.
+
+    Reading them there saves copying a layer's matrices out of a stack (blocked back end).
+    """
+
+    w_EDF: jax.Array
+    first: jax.Array | int
+
+
 def grouped_matmul(
     x_RD: jax.Array,
     w_EDF: jax.Array,
     sizes_E: jax.Array,
     *,
     backend: str = "blocked",
-    first: jax.Array | int | None = None,
+    stack: Stack | None = None,
 ) -> jax.Array:
     """y[r] = x[r] @ w[e] for the rows r of group e, groups lying one after another from row 0.
 
     Args:
       x_RD: [R, D] rows sorted by group. R must be at least sum(sizes) + ROW_PADDING, and the rows
         after the last group must be zero.
-      w_EDF: [E, D, F], one matrix per group; more of them when `first` is given.
+      w_EDF: [E, D, F], one matrix per group. The gradient goes to it.
       sizes_E: int32 [E], rows of each group; their sum may be anything from 0 to R - ROW_PADDING.
       backend: one of `BACK_ENDS`.
-      first: index in `w_EDF` of group 0's matrix: reads a layer's experts out of a whole stack
-        without copying them. No gradient is defined then.
+      stack: where to read the same matrices instead of `w_EDF`; it gets no gradient.
 
     Returns:
       [R, F] in x's dtype. Rows that belong to no group are zero.
     """
-    if first is not None:
-        return BACK_ENDS[backend].product(x_RD, w_EDF, sizes_E, first, False)
-    return _differentiable(backend, x_RD, w_EDF, sizes_E)
+    stack = Stack(w_EDF, 0) if stack is None else stack
+    return _differentiable(backend, x_RD, w_EDF, sizes_E, jax.lax.stop_gradient(stack))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(backend, x_RD, w_EDF, sizes_E):
-    return BACK_ENDS[backend].product(x_RD, w_EDF, sizes_E, 0, False)
+def _differentiable(backend, x_RD, w_EDF, sizes_E, stack):
+    return BACK_ENDS[backend].product(x_RD, *stack, sizes_E, False)
 
 
-def _forward(backend, x_RD, w_EDF, sizes_E):
-    return _differentiable(backend, x_RD, w_EDF, sizes_E), (x_RD, w_EDF, sizes_E)
+def _forward(backend, x_RD, w_EDF, sizes_E, stack):
+    return _differentiable(backend, x_RD, w_EDF, sizes_E, stack), (x_RD, sizes_E, stack)
 
 
 def _backward(backend, residuals, dy_RF):
-    x_RD, w_EDF, sizes_E = residuals
-    dx_RD = BACK_ENDS[backend].product(dy_RF, w_EDF, sizes_E, 0, True)
+    x_RD, sizes_E, stack = residuals
+    dx_RD = BACK_ENDS[backend].product(dy_RF, *stack, sizes_E, True)
     dw_EDF = BACK_ENDS[backend].weight_gradient(x_RD, dy_RF, sizes_E)
-    return dx_RD, dw_EDF, None
+    return dx_RD, dw_EDF.astype(stack.w_EDF.dtype), None, None
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -106,7 +114,8 @@ class _Groups(NamedTuple):
 
 
 def _blocks(rows: int, experts: int) -> tuple[int, ...]:
-    return BLOCKS_FEW if rows - ROW_PADDING < FEW_ROWS * experts else BLOCKS_MANY
+    sizes = BLOCKS_FEW if rows - ROW_PADDING < FEW_ROWS * experts else BLOCKS_MANY
+    return tuple(size for size in sizes if size <= rows)
 
 
 def _for_each_block(row, end, blocks, visit, carry):
@@ -130,7 +139,7 @@ class Blocked:
     next groups write again; the padding rows are zero, so theirs stay zero.
     """
 
-    def product(self, x_RD, w_EDF, sizes_E, first, transposed):
+    def product(self, x_RD, w_EDF, first, sizes_E, transposed):
         groups = _Groups.of(sizes_E)
         contracted = 2 if transposed else 1
         rows, width = x_RD.shape[0], w_EDF.shape[3 - contracted]
@@ -198,7 +207,7 @@ def _layer(w_EDF, first, sizes_E, transposed):
 class Ragged:
     """XLA's own ragged product: a native kernel on TPU, every expert for every row elsewhere."""
 
-    def product(self, x_RD, w_EDF, sizes_E, first, transposed):
+    def product(self, x_RD, w_EDF, first, sizes_E, transposed):
         w = _layer(w_EDF, first, sizes_E, transposed).astype(x_RD.dtype)
         return jax.lax.ragged_dot(x_RD, w, sizes_E, preferred_element_type=x_RD.dtype)
 
@@ -211,7 +220,7 @@ class Ragged:
 class Dense:
     """Every expert on every row, then a mask. Written to be obviously right; used by tests."""
 
-    def product(self, x_RD, w_EDF, sizes_E, first, transposed):
+    def product(self, x_RD, w_EDF, first, sizes_E, transposed):
         w = _layer(w_EDF, first, sizes_E, transposed).astype(x_RD.dtype)
         return jnp.einsum("RE,RD,EDF->RF", _membership(x_RD, sizes_E), x_RD, w)
 
@@ -229,7 +238,7 @@ def _membership(x_RD, sizes_E):
 class Tokamax:
     """tokamax's ragged products (Pallas on TPU); imported when first used."""
 
-    def product(self, x_RD, w_EDF, sizes_E, first, transposed):
+    def product(self, x_RD, w_EDF, first, sizes_E, transposed):
         import tokamax
 
         w = _layer(w_EDF, first, sizes_E, transposed).astype(x_RD.dtype)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
-Stack = tuple[int, ...]  # leading axes of a parameter that the scan over layers consumes
+StackShape = tuple[int, ...]  # leading axes of a parameter that the scan over layers consumes
 
 
 def declare(
-    stack: Stack,
+    stack: StackShape,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     init: Init,
@@ -58,7 +58,7 @@ def log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
 class RMSNorm(nnx.Module):
     """Zero-centred RMS norm over the last axis: x / rms(x) * (1 + w), in float32."""
 
-    def __init__(self, width: int, axis: str | None, epsilon: float, stack: Stack = ()):
+    def __init__(self, width: int, axis: str | None, epsilon: float, stack: StackShape = ()):
         self.epsilon = epsilon
         self.scale = declare(stack, (width,), (axis,), zeros)
 

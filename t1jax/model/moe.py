@@ -19,16 +19,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from t1jax.model.config import ModelConfig
 from t1jax.model.execution import Execution
 from t1jax.model.exchange import ragged_exchange
-from t1jax.model.grouped_matmul import ROW_PADDING, grouped_matmul
-from t1jax.model.layers import Stack, declare, normal
-from t1jax.model.sharding import RULES, constrain, per_shard, spec
+from t1jax.model.grouped_matmul import ROW_PADDING, Stack, grouped_matmul
+from t1jax.model.layers import StackShape, declare, normal
+from t1jax.model.sharding import RULES, axis_size, constrain, per_shard, spec
+from t1jax.trajectory import routes
 
 (EXPERT_AXIS,) = RULES["experts"]
 (TENSOR_AXIS,) = RULES["ffn"]
@@ -52,7 +54,9 @@ class Plan:
     """
 
     order_R: jax.Array  # int32: the copy in each row of the buffer, sorted by expert
-    sizes_E: jax.Array  # int32: rows of each local expert
+    sizes_E: jax.Array  # int32: rows of each expert that the shard sorts by (gather: its own)
+    # Rows that any shard receives at most (ragged_all_to_all); order_R's length says it for gather.
+    room: int = dataclasses.field(metadata={"static": True})
 
 
 def route(
@@ -86,7 +90,7 @@ def route(
 class MoE(nnx.Module):
     """Routed experts plus one shared expert behind its own sigmoid gate."""
 
-    def __init__(self, config: ModelConfig, stack: Stack):
+    def __init__(self, config: ModelConfig, stack: StackShape):
         m, D = config.moe, config.embed
         self.config = m
         self.router = declare(stack, (D, m.experts), ("embed", None), normal())
@@ -108,13 +112,12 @@ class MoE(nnx.Module):
         valid_BT: jax.Array,
         replay: Replay | None,
         plan: Plan | None,
-        layer: jax.Array | None,
+        stack: "ExpertStack | None",
         run: Execution,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the layer's output, the ids used and the live router's ids, [B, T, C].
 
-        `layer` says that the experts' weights are whole stacks, of which to use that one (no
-        gradient): decoding then reads each expert in place. Padding visits no expert.
+        `stack` is where this layer's experts can be read in place. Padding visits no expert.
         """
         router_dtype = run.router_dtype or x_BTD.dtype
         logits_BTE = jnp.einsum(
@@ -125,7 +128,7 @@ class MoE(nnx.Module):
         with jax.named_scope("experts"):
             routed_BTD = dispatch(
                 x_BTD, ids_BTC, gates_BTC.astype(x_BTD.dtype), valid_BT,
-                Experts(self.gate_up[...], self.down[...], layer), plan, run,
+                Experts(self.gate_up[...], self.down[...], stack), plan, run,
             )
         return routed_BTD + self.shared(x_BTD, run), ids_BTC, live_BTC
 
@@ -141,11 +144,19 @@ class MoE(nnx.Module):
 
 
 class Experts(NamedTuple):
-    """The experts' weights; whole stacks of layers, of which `layer` is meant, when given."""
+    """One layer's expert weights, and (or None) the whole stack of layers that they are from."""
 
     gate_up_EDUF: jax.Array
     down_EFD: jax.Array
-    layer: jax.Array | None
+    stack: "ExpertStack | None"
+
+
+class ExpertStack(NamedTuple):
+    """Expert weights of a scan's layers, read in place; `layer` says which are meant."""
+
+    gate_up_LEDUF: jax.Array
+    down_LEFD: jax.Array
+    layer: jax.Array
 
 
 def dispatch(
@@ -162,11 +173,11 @@ def dispatch(
     tokens, places = PartitionSpec(rows, along, None), PartitionSpec(rows, along)
     every_shard = PartitionSpec((*RULES["rows"], *RULES["positions"]))
     # fsdp's split of `embed` is gathered on the way in.
-    stacked = () if experts.layer is None else (None,)
+    up = (EXPERT_AXIS, None, None, TENSOR_AXIS)
+    down = (EXPERT_AXIS, TENSOR_AXIS, None)
+    stack = ExpertStack(PartitionSpec(None, *up), PartitionSpec(None, *down), PartitionSpec())
     weights = Experts(
-        PartitionSpec(*stacked, EXPERT_AXIS, None, None, TENSOR_AXIS),
-        PartitionSpec(*stacked, EXPERT_AXIS, TENSOR_AXIS, None),
-        None if experts.layer is None else PartitionSpec(),
+        PartitionSpec(*up), PartitionSpec(*down), None if experts.stack is None else stack
     )
     strategy = _gathered if run.dispatch == "gather" else _exchanged
 
@@ -199,7 +210,7 @@ class Tokens(NamedTuple):
 
 
 def _local_experts(experts: Experts) -> int:
-    return experts.down_EFD.shape[-3]
+    return experts.down_EFD.shape[0]
 
 
 def make_plan(ids_PC: jax.Array, first: jax.Array | int, experts: int) -> Plan:
@@ -214,7 +225,22 @@ def make_plan(ids_PC: jax.Array, first: jax.Array | int, experts: int) -> Plan:
     order_R = jnp.where(sorted_R < experts, order_R, copies)
     order_R = jnp.pad(order_R, (0, ROW_PADDING), constant_values=copies)
     ends_E = jnp.searchsorted(sorted_R, jnp.arange(experts), side="right").astype(jnp.int32)
-    return Plan(order_R, jnp.diff(ends_E, prepend=0))
+    return Plan(order_R, jnp.diff(ends_E, prepend=0), order_R.shape[0])
+
+
+def plan_dispatch(
+    ids_LBTC: np.ndarray, valid_BT: np.ndarray, experts: int, mesh: Mesh, strategy: str
+) -> Plan:
+    """The Plans of all layers for known routes, worked out on the host (numpy leaves).
+
+    See `t1jax.trajectory.routes.plan_dispatch`; this adds the mesh's sizes.
+    """
+    order, sizes, room = routes.plan_dispatch(
+        ids_LBTC, valid_BT, experts=experts, strategy=strategy, row_padding=ROW_PADDING,
+        expert_shards=mesh.shape[EXPERT_AXIS], context_shards=axis_size(mesh, "positions"),
+        replicas=axis_size(mesh, "rows") // mesh.shape[EXPERT_AXIS],
+    )  # fmt: skip
+    return Plan(order, sizes, room)
 
 
 def _gathered(tokens: Tokens, experts: Experts, plan: Plan | None, run: Execution) -> jax.Array:
@@ -244,12 +270,10 @@ def _exchanged(tokens: Tokens, experts: Experts, plan: Plan | None, run: Executi
     if shards == 1:
         return _gathered(tokens, experts, plan, run)
     copies = tokens.ids_PC.size
-    room = copies * shards
-    if plan is not None:
-        room, plan = plan.order_R.shape[0] - copies, Plan(plan.order_R[:copies], plan.sizes_E)
-    else:
+    room = copies * shards if plan is None else plan.room
+    if plan is None:
         plan = make_plan(tokens.ids_PC, 0, E * shards)
-        plan = Plan(plan.order_R[:copies], plan.sizes_E)
+    plan = dataclasses.replace(plan, order_R=plan.order_R[:copies])
     slot_PC = _slots(plan.order_R, tokens.ids_PC.shape)
     sent_RD = spread(tokens.x_PD, plan.order_R, slot_PC)
     sent_gates_R = spread_gates(tokens.gates_PC, plan.order_R, slot_PC)
@@ -307,7 +331,8 @@ def spread(x_PD: jax.Array, order_R: jax.Array, slot_PC: jax.Array) -> jax.Array
 @jax.custom_vjp
 def collect(y_RD: jax.Array, order_R: jax.Array, slot_PC: jax.Array) -> jax.Array:
     """The sum of a token's rows; a copy without a row adds nothing."""
-    return y_RD.at[slot_PC].get(mode="fill", fill_value=0).sum(axis=1)
+    # One gather per choice, summed as they are read: [P, C, D] is never made.
+    return sum(y_RD.at[slot_P].get(mode="fill", fill_value=0) for slot_P in slot_PC.T)
 
 
 spread.defvjp(
@@ -340,16 +365,17 @@ def _feed_forward(
     The gate multiplies the hidden units, not the output: the same product, and the backward pass
     then needs no row of the output.
     """
-    gate_up_EDUF, down_EFD, layer = experts
-    *_, E, D, U, F = gate_up_EDUF.shape
-    first = None if layer is None else layer * E
-    product = functools.partial(
-        grouped_matmul, sizes_E=sizes_E, backend=run.grouped_matmul, first=first
-    )
-    h_RF = product(x_RD, gate_up_EDUF.reshape(-1, D, U * F))
+    gate_up_EDUF, down_EFD, stack = experts
+    E, D, U, F = gate_up_EDUF.shape
+    up_stack = down_stack = None
+    if stack is not None:
+        up_stack = Stack(stack.gate_up_LEDUF.reshape(-1, D, U * F), stack.layer * E)
+        down_stack = Stack(stack.down_LEFD.reshape(-1, F, D), stack.layer * E)
+    product = functools.partial(grouped_matmul, sizes_E=sizes_E, backend=run.grouped_matmul)
+    h_RF = product(x_RD, gate_up_EDUF.reshape(E, D, U * F), stack=up_stack)
     h_RF = checkpoint_name(h_RF, "gate_up")
     act_RF = jax.nn.silu(h_RF[:, :F]) * h_RF[:, F:] * gates_R[:, None]
-    y_RD = product(act_RF, down_EFD.reshape(-1, F, D))
+    y_RD = product(act_RF, down_EFD, stack=down_stack)
     if run.mesh.shape[TENSOR_AXIS] > 1:
         y_RD = jax.lax.psum(y_RD, TENSOR_AXIS)
     return y_RD

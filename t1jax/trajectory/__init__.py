@@ -1,0 +1,1 @@
+"""What an episode leaves behind, as plain numpy records. Never imports jax."""
