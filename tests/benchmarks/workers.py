@@ -23,6 +23,7 @@ import psutil
 
 HERE = Path(__file__).parent
 QUIET = 0.10  # share of the machine that others may use in a round that counts
+PATIENCE_S = 30  # how long a round waits for the machine to be quiet before it starts anyway
 
 
 # ---- inside a worker ----------------------------------------------------------------------------
@@ -158,6 +159,13 @@ def worker(script: str) -> Iterator[Worker]:
         started.close()
 
 
+def _wait_for_quiet() -> None:
+    """Our workers are stopped now: whatever runs belongs to others."""
+    end = time.monotonic() + PATIENCE_S
+    while psutil.cpu_percent(interval=0.5) > 100 * QUIET and time.monotonic() < end:
+        pass
+
+
 def _busy_s() -> float:
     """CPU seconds that anything used since boot; the host's theft counts as use."""
     times = psutil.cpu_times()
@@ -194,6 +202,7 @@ def take_turns(timers: dict[str, Callable[[], Timing]], count: int) -> Rounds:
     rounds: list[dict[str, Timing]] = []
     busiest = lambda one: max(t.others for t in one.values())  # noqa: E731
     while sum(busiest(one) <= QUIET for one in rounds) < count and len(rounds) < 2 * count:
+        _wait_for_quiet()
         rounds.append({name: timer() for name, timer in timers.items()})
     used = sorted(rounds, key=busiest)[:count]
     return Rounds(
