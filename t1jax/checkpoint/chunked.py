@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from t1jax.checkpoint.trees import Path
 from t1jax.progress import Progress
 
 CHUNK_BYTES = 32 * 2**20  # at most; a writer holds one chunk in memory
-WRITERS = 4
+WRITERS = 4  # threads; some wait for the disk while others transpose
 # Where the published tensors' rows go: cutting here keeps what a chunk reads in one piece.
 CUT_FIRST = ("experts", "vocab", "heads", "value_heads", "key_heads", "kv_heads")
 
@@ -138,8 +137,7 @@ def for_each_chunk(
         use(chunk, chunk.parameter.block(chunk.starts, read, mine.memory))
         return chunk.nbytes
 
-    writers = min(WRITERS, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(writers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(WRITERS) as pool:
         try:
             for nbytes in pool.map(work, chunks_by_layer(parameters)):
                 progress.advance(nbytes)
