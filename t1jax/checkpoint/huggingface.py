@@ -216,10 +216,12 @@ def _heads_out(tensor: str, heads: int, width: int, D: int) -> tuple[Part, ...]:
 def detect_naming(names: Iterable[str]) -> Naming:
     """The prefix and the expert layout of a source, from its tensors' names."""
     names = list(names)
-    prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in names), PREFIXES[0])
-    single = any(n.startswith(f"{prefix}layers.0.mlp.experts.0.") for n in names)
-    fused = any(n.startswith(f"{prefix}layers.0.mlp.experts.gate_up_proj") for n in names)
-    return Naming(prefix, "per_expert" if single and not fused else "fused")
+    prefix = next((p for p in PREFIXES if any(n.startswith(f"{p}layers.") for n in names)), "")
+    prefix = prefix or PREFIXES[0]
+    experts = [n for n in names if n.startswith(f"{prefix}layers.") and ".mlp.experts." in n]
+    fused = any(n.endswith(("gate_up_proj", "down_proj")) for n in experts)
+    single = any(n.endswith(".weight") for n in experts)
+    return Naming(prefix, "fused" if fused or not single else "per_expert")
 
 
 def check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str) -> Naming:
