@@ -1,7 +1,11 @@
 """Block-scaled FP8 releases: one float scale for each 128x128 block of a weight's last two axes."""
 
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from t1jax.checkpoint.tensor_files import (
@@ -10,29 +14,90 @@ from t1jax.checkpoint.tensor_files import (
     StoredTensor,
     UnknownTensor,
 )
+from t1jax.errors import UserError
 
 SCALE = "_scale_inv"  # ends the name of a weight's scales, which lie beside it
 SCALE_BLOCK = 128
+QUANTISED = np.dtype(ml_dtypes.float8_e4m3fn)
+PLAIN = tuple(map(np.dtype, ("bfloat16", "float16", "float32")))
+KEPT = 4  # dequantised tensors held for the blocks still to be cut from them
 
 
-def check_scales(tensors: Mapping[str, StoredTensor], where: str) -> None:
-    """Every one-byte tensor has its block scales beside it, and only those have any."""
+def check_dtypes(
+    tensors: Mapping[str, StoredTensor], document: Mapping[str, Any], where: str
+) -> None:
+    """Every weight is a plain float, or FP8 with block scales beside it of the right shape.
+
+    Args:
+      tensors: the model's, without those that are only carried.
+      document: config.json.
+      where: the source, for messages.
+
+    Raises:
+      MissingTensor, MisshapenTensor, UnknownTensor: the scales do not fit the weights.
+      UserError: another dtype or another block size.
+    """
     for name, tensor in tensors.items():
         scale = tensors.get(name + SCALE)
-        if tensor.dtype.itemsize > 1:
-            if scale is not None:
-                raise UnknownTensor(f"{where}: {name} is {tensor.dtype} and has {scale.name} too")
-            continue
-        if scale is None:
-            raise MissingTensor(
-                f"{where}: {name} is {tensor.dtype} and its scales {name + SCALE} are missing"
+        if tensor.dtype == QUANTISED:
+            _check_scale(tensor, scale, where)
+        elif tensor.dtype not in PLAIN:
+            raise UserError(
+                f"{where}: {name} is {tensor.dtype}; expected bfloat16, float32, float16, or "
+                f"{QUANTISED} with {SCALE_BLOCK}x{SCALE_BLOCK} block scales"
             )
-        expected = (*tensor.shape[:-2], *(-(-side // SCALE_BLOCK) for side in tensor.shape[-2:]))
-        if scale.shape != expected:
-            raise MisshapenTensor(
-                f"{where}: {scale.name} is {scale.shape}, expected {expected}: one scale per "
-                f"{SCALE_BLOCK}x{SCALE_BLOCK} block of {name}"
+        elif scale is not None:
+            raise UnknownTensor(f"{where}: {name} is {tensor.dtype} and has {scale.name} too")
+    if any(tensor.dtype == QUANTISED for tensor in tensors.values()):
+        _check_block(document, where)
+
+
+def _check_scale(tensor: StoredTensor, scale: StoredTensor | None, where: str) -> None:
+    if scale is None:
+        raise MissingTensor(
+            f"{where}: {tensor.name} is {tensor.dtype} and its scales {tensor.name}{SCALE} are "
+            "missing; download the checkpoint again"
+        )
+    expected = (*tensor.shape[:-2], *(-(-side // SCALE_BLOCK) for side in tensor.shape[-2:]))
+    if scale.shape != expected:
+        raise MisshapenTensor(
+            f"{where}: {scale.name} is {scale.shape}, expected {expected}: one scale per "
+            f"{SCALE_BLOCK}x{SCALE_BLOCK} block of {tensor.name}"
+        )
+
+
+def _check_block(document: Mapping[str, Any], where: str) -> None:
+    expected = [SCALE_BLOCK, SCALE_BLOCK]
+    for config in (document, document.get("text_config", {})):
+        block = config.get("quantization_config", {}).get("weight_block_size", expected)
+        if block != expected:
+            raise UserError(
+                f"{where}/config.json has quantization_config.weight_block_size={block}; only "
+                f"{expected} is read"
             )
+
+
+class Dequantised:
+    """Tensors as bfloat16, each worked out once for all threads that cut blocks from it."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor]):
+        self._tensors = tensors
+        self._lock = threading.Lock()
+        self._recent: dict[str, Future[np.ndarray]] = {}
+
+    def get(self, name: str) -> np.ndarray:
+        with self._lock:
+            known = self._recent.get(name)
+            future = self._recent[name] = known or Future()
+            if len(self._recent) > KEPT:
+                del self._recent[next(iter(self._recent))]
+        if known is None:
+            try:
+                weight, scale = self._tensors[name], self._tensors[name + SCALE]
+                future.set_result(dequantise(weight.array(), scale.array()))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
 
 
 def dequantise(quantised: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from t1jax.checkpoint.fp8 import SCALE, check_scales, dequantise
+from t1jax.checkpoint.fp8 import QUANTISED, SCALE, Dequantised, check_dtypes
 from t1jax.checkpoint.parts import Part, Table, Use, assemble, fill
 from t1jax.checkpoint.tensor_files import (
     MisshapenTensor,
@@ -286,13 +286,12 @@ class Source:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     naming: Naming
+    dequantised: Dequantised
 
     def published(self, name: str) -> np.ndarray:
         """A tensor's values; block-scaled FP8 comes out as bfloat16."""
         stored = self.tensors[name]
-        if stored.dtype.itemsize > 1:
-            return stored.array()
-        return dequantise(stored.array(), self.tensors[name + SCALE].array())
+        return self.dequantised.get(name) if stored.dtype == QUANTISED else stored.array()
 
     def dtype(self, path: Path, parts: tuple[Part, ...]) -> np.dtype:
         """The one dtype of a parameter's tensors; refuses tensors that differ."""
@@ -306,7 +305,7 @@ class Source:
 
     def _dtype(self, name: str) -> np.dtype:
         stored = self.tensors[name].dtype
-        return stored if stored.itemsize > 1 else np.dtype("bfloat16")
+        return np.dtype("bfloat16") if stored == QUANTISED else stored
 
 
 def open_source(directory: epath.PathLike) -> Source:
@@ -315,8 +314,9 @@ def open_source(directory: epath.PathLike) -> Source:
     config = from_huggingface(document)
     tensors = read_directory(directory)
     naming = check({name: t.shape for name, t in tensors.items()}, config, str(directory))
-    check_scales({n: t for n, t in tensors.items() if not is_carried(n)}, str(directory))
-    return Source(str(directory), document, config, tensors, naming)
+    text = {name: t for name, t in tensors.items() if not is_carried(name)}
+    check_dtypes(text, document, str(directory))
+    return Source(str(directory), document, config, tensors, naming, Dequantised(tensors))
 
 
 def load_params(

@@ -34,8 +34,22 @@ from t1jax.model.config import from_huggingface
 from t1jax.progress import Progress
 
 SIZES = {
-    "small": dict(layers=8, embed=1024, experts=32, hidden=512, vocab=16384, shard=250e6),
-    "large": dict(layers=8, embed=2048, experts=64, hidden=512, vocab=65536, shard=1e9),
+    "small": {
+        "layers": 8,
+        "embed": 1024,
+        "experts": 32,
+        "hidden": 512,
+        "vocab": 16384,
+        "shard": 250e6,
+    },
+    "large": {
+        "layers": 8,
+        "embed": 2048,
+        "experts": 64,
+        "hidden": 512,
+        "vocab": 65536,
+        "shard": 1e9,
+    },
 }
 SPEED_TARGET = 0.5  # of copying
 ROOM_BYTES = 0.5e9
@@ -51,15 +65,15 @@ print(json.dumps({"peak_bytes": peak}))
 
 def config_document(layers: int, embed: int, experts: int, hidden: int, vocab: int) -> dict:
     """A config.json of these sizes, with the ratios of the published models."""
-    text = dict(
-        model_type="qwen3_5_moe_text", vocab_size=vocab, hidden_size=embed,
-        num_hidden_layers=layers, num_attention_heads=embed // 128, num_key_value_heads=2,
-        head_dim=256, rms_norm_eps=1e-6, linear_num_key_heads=embed // 256,
-        linear_num_value_heads=embed // 128, linear_key_head_dim=128, linear_value_head_dim=128,
-        linear_conv_kernel_dim=4, num_experts=experts, num_experts_per_tok=8,
-        moe_intermediate_size=hidden, shared_expert_intermediate_size=hidden,
-        full_attention_interval=4, rope_parameters={"rope_theta": 1e7},
-    )  # fmt: skip
+    text = {
+        "model_type": "qwen3_5_moe_text", "vocab_size": vocab, "hidden_size": embed,
+        "num_hidden_layers": layers, "num_attention_heads": embed // 128, "num_key_value_heads": 2,
+        "head_dim": 256, "rms_norm_eps": 1e-6, "linear_num_key_heads": embed // 256,
+        "linear_num_value_heads": embed // 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "num_experts": experts, "num_experts_per_tok": 8,
+        "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden,
+        "full_attention_interval": 4, "rope_parameters": {"rope_theta": 1e7},
+    }  # fmt: skip
     return {"model_type": "qwen3_5_moe", "text_config": text}
 
 

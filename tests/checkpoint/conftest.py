@@ -2,8 +2,6 @@
 
 import importlib.util
 
-import pytest
-
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "hf: needs torch and transformers; left out without them")

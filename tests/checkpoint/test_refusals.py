@@ -154,9 +154,7 @@ def test_a_directory_without_weights(tmp_path):
 )
 def test_a_mesh_that_does_not_fit(tmp_path, mesh, words):
     with pytest.raises((UserError, ValueError)) as caught:
-        convert(
-            made.FIXTURES / "ref-a", tmp_path / "dst", mesh=mesh, progress=made.silent()
-        )
+        convert(made.FIXTURES / "ref-a", tmp_path / "dst", mesh=mesh, progress=made.silent())
     assert all(word in str(caught.value) for word in words), caught.value
     assert made.left_behind(tmp_path) == []
 
@@ -173,7 +171,7 @@ def test_loading_onto_a_mesh_that_does_not_divide(fixture_dir):
 
 def test_loading_into_a_model_of_other_sizes(fixture_dir):
     model = Qwen3_5(from_huggingface(made.document()))
-    with pytest.raises(UserError, match="vocab=512.*expected.*vocab=16"):
+    with pytest.raises(UserError, match=r"vocab=512.*expected.*vocab=16"):
         load_params(fixture_dir("ref-a"), model)
 
 
