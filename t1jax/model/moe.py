@@ -235,6 +235,8 @@ def plan_dispatch(
 
     See `t1jax.trajectory.routes.plan_dispatch`; this adds the mesh's sizes.
     """
+    if mesh.shape[EXPERT_AXIS] == 1:
+        strategy = "gather"  # nothing to exchange: both strategies are this one
     order, sizes, room = routes.plan_dispatch(
         ids_LBTC, valid_BT, experts=experts, strategy=strategy, row_padding=ROW_PADDING,
         expert_shards=mesh.shape[EXPERT_AXIS], context_shards=axis_size(mesh, "positions"),

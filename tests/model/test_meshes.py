@@ -1,0 +1,106 @@
+"""One model on any mesh: outputs and gradients equal the unsharded ones (float32, 1e-5)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t1jax.model import moe as M
+from t1jax.model.qwen3_5 import abstract_params, bind, init_params
+from t1jax.model.sharding import make_mesh
+
+from . import golden as G
+
+MESHES = ["data=8", "expert=8", "data=2,expert=4", "context=2", "context=4,expert=2",
+          "fsdp=2,expert=2,tensor=2"]  # fmt: skip
+
+
+@functools.cache
+def batch():
+    """ref-a's rows, padded to 8 rows of 160, and forced routes that differ from the live ones."""
+    g = G.golden("ref-a")
+    tokens, mask = G.pad_rows(8, g.tokens, g.mask)
+    (forced,) = G.pad_rows(8, g.forced, axis=1)
+    forced[:, 4:] = np.arange(forced.shape[-1])
+    return tokens, mask, forced
+
+
+@functools.cache
+def results(mesh: str, routes: str, dispatch: str = "gather", remat: str = "none"):
+    tokens, mask, forced = batch()
+    _, params = G.model("ref-a")
+    run = G.execution(mesh, dispatch=dispatch, remat=remat)
+    replay, plans = None, None
+    if routes != "live":
+        replay = G.replay(forced)
+    if routes == "planned":
+        plans = M.plan_dispatch(forced, mask > 0, 8, run.mesh, dispatch)
+    module, _ = G.model("ref-a")
+    abstract = abstract_params(module, run.mesh)
+    params = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), params, abstract)
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(params):
+        bound = bind(module, params)
+        out = bound(tokens, segments_BT=jnp.asarray(mask), run=run, replay=replay, plans=plans)
+        targets = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+        logprobs = bound.head.logprobs(out.hidden_BTD, targets, run)[:, :-1]
+        return jnp.sum(logprobs, where=mask[:, 1:] > 0), (out.hidden_BTD, out.routes_LBTC)
+
+    gradients, (hidden, used) = gradient(params)
+    return jax.tree.map(np.asarray, (hidden, used, gradients))
+
+
+def check(got, want):
+    real = batch()[1] > 0
+    np.testing.assert_array_equal(got[1][:, real], want[1][:, real])
+    assert G.relative(got[0][real], want[0][real]) < 1e-5
+    errors = jax.tree.map(G.relative, got[2], want[2])
+    assert {
+        jax.tree_util.keystr(k): e for k, e in jax.tree_util.tree_leaves_with_path(errors) if e > 1e-5
+    } == {}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_live_routing_on_every_mesh(mesh):
+    check(results(mesh, "live"), results("", "live"))
+
+
+@pytest.mark.parametrize("mesh", ["data=2,expert=4", "context=2"])
+@pytest.mark.parametrize("dispatch", ["gather", "ragged_all_to_all"])
+def test_replay_with_a_plan_on_a_mesh(mesh, dispatch):
+    check(results(mesh, "planned", dispatch), results("", "forced"))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "names"])
+def test_every_remat_policy_has_the_same_gradients_under_replay(remat):
+    check(results("", "forced", remat=remat), results("", "forced"))
+
+
+def test_random_parameters_do_not_depend_on_the_mesh():
+    module, _ = G.model("ref-a")
+    one = init_params(module, jax.random.key(3), make_mesh(""))
+    other = init_params(module, jax.random.key(3), make_mesh("fsdp=2,expert=4"))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_mesh_that_does_not_divide_is_refused_with_axis_and_sizes():
+    module, params = G.model("ref-a")
+    with pytest.raises(ValueError, match=r"gate_up.*'experts' has size 8.*splits in 3.*expert=3"):
+        abstract_params(module, make_mesh("expert=3"))
+    run = G.execution("data=4")
+    with pytest.raises(ValueError, match=r"tokens: axis 'rows' has size 3.*splits in 4"):
+        bind(module, params)(jnp.zeros((3, 4), jnp.int32), run=run)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [("data=2,model=4", "'model=4' is not AXIS=SIZE"), ("data=0", "'data=0'"), ("data", "'data'"),
+     ("data=16", "needs 16 devices; 8 are present")],
+)  # fmt: skip
+def test_bad_mesh_text_is_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(shape)
