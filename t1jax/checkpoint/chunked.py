@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import math
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from t1jax.checkpoint.parts import Part, fill
+from t1jax.checkpoint.staging import write_bytes
 from t1jax.checkpoint.trees import Path
 from t1jax.progress import Progress
 
@@ -133,7 +135,7 @@ def for_each_chunk(
     def work(chunk: Chunk) -> int:
         # Memory is used again: fresh pages cost more than the copying that fills them.
         if not hasattr(mine, "memory"):
-            mine.memory = np.empty(largest, np.uint8)
+            mine.memory = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
         use(chunk, chunk.parameter.block(chunk.starts, read, mine.memory))
         return chunk.nbytes
 
@@ -170,8 +172,7 @@ class _Writer(ocp.type_handlers.TypeHandler):
             folders[parameter.path] = folder
 
         def write(chunk: Chunk, array: np.ndarray) -> None:
-            with (folders[chunk.parameter.path] / chunk.name).open("wb") as stream:
-                stream.write(array.reshape(-1).view(np.uint8).data)
+            write_bytes(folders[chunk.parameter.path] / chunk.name, array)
 
         for_each_chunk(values, self._read, write, self._progress)
         return []

@@ -7,7 +7,6 @@ load the whole published architecture need them, and MTP gone stale only costs a
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,15 @@ from t1jax.checkpoint.huggingface import Naming, by_tensor, is_carried, table
 from t1jax.checkpoint.parts import Index, Use, assemble
 from t1jax.checkpoint.restore import read_manifest
 from t1jax.checkpoint.staging import staged
-from t1jax.checkpoint.tensor_files import INDEX, SINGLE, Block, read_header, write_file
+from t1jax.checkpoint.tensor_files import (
+    INDEX,
+    Block,
+    index_of,
+    into_shards,
+    nbytes,
+    read_header,
+    write_file,
+)
 from t1jax.checkpoint.trees import Path
 from t1jax.errors import UserError
 from t1jax.model.config import from_huggingface
@@ -58,8 +65,8 @@ def export(
     src = epath.Path(src)
     manifest = read_manifest(src)
     tensors = _tensors(src, manifest, text_only)
-    total_bytes = sum(map(_nbytes, tensors))
-    shards = _shards(tensors, max_shard_bytes)
+    total_bytes = sum(map(nbytes, tensors))
+    shards = into_shards(tensors, max_shard_bytes)
     with staged(dst, total_bytes) as work:
         progress.start("export", total_bytes)
         for name, shard in shards.items():
@@ -70,7 +77,7 @@ def export(
         if config != manifest["config"]:
             (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if len(shards) > 1:
-            (work / INDEX).write_text(_index(shards, total_bytes))
+            (work / INDEX).write_text(index_of(shards))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,35 +123,6 @@ def _tensors(src: epath.Path, manifest: Mapping[str, Any], text_only: bool) -> l
         elif not name.endswith(SCALE):
             tensors.append(_Assembled(name, takers[name], arrays))
     return tensors
-
-
-def _nbytes(tensor: Block) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def _shards(tensors: list[Block], max_bytes: int) -> dict[str, list[Block]]:
-    """File names and what goes into each, filled in order."""
-    shards: list[list[Block]] = [[]]
-    held = 0
-    for tensor in tensors:
-        if shards[-1] and held + _nbytes(tensor) > max_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(tensor)
-        held += _nbytes(tensor)
-    if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    count = len(shards)
-    return {
-        f"model-{number:05}-of-{count:05}.safetensors": shard
-        for number, shard in enumerate(shards, start=1)
-    }
-
-
-def _index(shards: Mapping[str, list[Block]], total_bytes: int) -> str:
-    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
-    document = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    return json.dumps(document, indent=2) + "\n"
 
 
 def _config(manifest: Mapping[str, Any], text_only: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -199,12 +199,44 @@ class Block(Protocol):
     def array(self) -> np.ndarray: ...
 
 
+def nbytes(tensor: Block) -> int:
+    """The size of its values."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def into_shards(tensors: Iterable[Block], max_bytes: int) -> dict[str, list[Block]]:
+    """File names and what goes into each, filled in order."""
+    shards: list[list[Block]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if shards[-1] and held + nbytes(tensor) > max_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += nbytes(tensor)
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    count = len(shards)
+    return {
+        f"model-{number:05}-of-{count:05}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
+
+
+def index_of(shards: Mapping[str, Collection[Block]]) -> str:
+    """The index file of several shards."""
+    weight_map = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+    total_bytes = sum(nbytes(tensor) for shard in shards.values() for tensor in shard)
+    document = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    return json.dumps(document, indent=2) + "\n"
+
+
 def write_file(path: epath.Path, tensors: Collection[Block], progress: Progress) -> None:
     """Writes one safetensors file, holding one tensor in memory at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
-        first, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        first, end = end, end + nbytes(tensor)
         header[tensor.name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": tensor.shape,

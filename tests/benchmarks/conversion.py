@@ -14,6 +14,7 @@ The last line is one JSON document.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -24,33 +25,30 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from t1jax.checkpoint.export import _index, _nbytes, _shards
 from t1jax.checkpoint.huggingface import Naming, table
-from t1jax.checkpoint.tensor_files import INDEX, write_file
+from t1jax.checkpoint.tensor_files import INDEX, index_of, into_shards, nbytes, write_file
 from t1jax.model.config import from_huggingface
 from t1jax.progress import Progress
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    layers: int
+    embed: int
+    experts: int
+    vocab: int
+    shard_bytes: int
+
+
 SIZES = {
-    "small": {
-        "layers": 8,
-        "embed": 1024,
-        "experts": 32,
-        "hidden": 512,
-        "vocab": 16384,
-        "shard": 250e6,
-    },
-    "large": {
-        "layers": 8,
-        "embed": 2048,
-        "experts": 64,
-        "hidden": 512,
-        "vocab": 65536,
-        "shard": 1e9,
-    },
+    "small": Sizes(layers=8, embed=1024, experts=32, vocab=16384, shard_bytes=250 * 10**6),
+    "large": Sizes(layers=8, embed=2048, experts=64, vocab=65536, shard_bytes=10**9),
 }
+HIDDEN = 512
 SPEED_TARGET = 0.5  # of copying
 ROOM_BYTES = 0.5e9
 
@@ -63,16 +61,16 @@ print(json.dumps({"peak_bytes": peak}))
 """
 
 
-def config_document(layers: int, embed: int, experts: int, hidden: int, vocab: int) -> dict:
+def config_document(sizes: Sizes) -> dict[str, Any]:
     """A config.json of these sizes, with the ratios of the published models."""
     text = {
-        "model_type": "qwen3_5_moe_text", "vocab_size": vocab, "hidden_size": embed,
-        "num_hidden_layers": layers, "num_attention_heads": embed // 128, "num_key_value_heads": 2,
-        "head_dim": 256, "rms_norm_eps": 1e-6, "linear_num_key_heads": embed // 256,
-        "linear_num_value_heads": embed // 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4, "num_experts": experts, "num_experts_per_tok": 8,
-        "moe_intermediate_size": hidden, "shared_expert_intermediate_size": hidden,
-        "full_attention_interval": 4, "rope_parameters": {"rope_theta": 1e7},
+        "model_type": "qwen3_5_moe_text", "vocab_size": sizes.vocab, "hidden_size": sizes.embed,
+        "num_hidden_layers": sizes.layers, "full_attention_interval": 4, "head_dim": 256,
+        "num_attention_heads": sizes.embed // 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-6,
+        "linear_num_key_heads": sizes.embed // 256, "linear_num_value_heads": sizes.embed // 128,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "num_experts": sizes.experts, "num_experts_per_tok": 8, "moe_intermediate_size": HIDDEN,
+        "shared_expert_intermediate_size": HIDDEN, "rope_parameters": {"rope_theta": 1e7},
     }  # fmt: skip
     return {"model_type": "qwen3_5_moe", "text_config": text}
 
@@ -95,27 +93,27 @@ class Noise:
         return out.view(self.dtype).reshape(self.shape)
 
 
-def write_checkpoint(directory: Path, layout: str, *, shard: float, **sizes: int) -> dict[str, int]:
-    """Writes the synthetic checkpoint; returns what bounds a conversion's memory, and its size."""
-    document = config_document(**sizes)
+def write_checkpoint(directory: Path, layout: str, sizes: Sizes) -> dict[str, int]:
+    """Writes the synthetic checkpoint; returns its size and what bounds a conversion's memory."""
+    document = config_document(sizes)
     config = from_huggingface(document)
     rows = table(config, Naming(experts=layout))
     shapes = {part.tensor: part.shape for parts in rows.values() for part in parts}
     tensors = [Noise(name, shape, i) for i, (name, shape) in enumerate(shapes.items())]
-    shards = _shards(sorted(tensors, key=lambda t: _layer_of(t.name)), int(shard))
+    shards = into_shards(sorted(tensors, key=lambda t: _layer_of(t.name)), sizes.shard_bytes)
     with Progress() as progress:
-        progress.start("write the source", sum(map(_nbytes, tensors)))
+        progress.start("write the source", sum(map(nbytes, tensors)))
         for name, held in shards.items():
             write_file(directory / name, held, progress)
-    (directory / INDEX).write_text(_index(shards, 0))
+    (directory / INDEX).write_text(index_of(shards))
     (directory / "config.json").write_text(json.dumps(document))
-    stacked = 2 * config.groups * math.prod(shapes_of_largest(config))
     files = [file.stat().st_size for file in directory.iterdir()]
-    return {"total": sum(files), "largest_file": max(files), "largest_parameter": stacked}
-
-
-def shapes_of_largest(config) -> tuple[int, ...]:
-    return (config.moe.experts, config.embed, 2, config.moe.hidden)
+    gate_up = sizes.experts * sizes.embed * 2 * HIDDEN
+    return {
+        "total": sum(files),
+        "largest_file": max(files),
+        "largest_parameter": 2 * config.groups * gate_up,
+    }
 
 
 def _layer_of(name: str) -> int:
@@ -147,7 +145,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="conversion-") as folder:
         src, dst = Path(folder) / "src", Path(folder) / "dst"
         src.mkdir()
-        sizes = write_checkpoint(src, options.layout, **SIZES[options.size])
+        sizes = write_checkpoint(src, options.layout, SIZES[options.size])
         for _ in range(options.pairs):
             for run in (copy, convert):
                 os.sync()
