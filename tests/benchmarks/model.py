@@ -1,11 +1,12 @@
 """How fast and how lean the model is, against transformers and against plain matmuls.
 
-    python tests/benchmarks/model.py [--only NAME ...] [--pairs N]
+    python tests/benchmarks/model.py [--only NAME ...] [--pairs N] [--patience S]
 
 Every figure is a ratio of neighbouring runs on this machine (A B A B ..., in processes that take
 turns), its median over the pairs; no figure is a time. The reference is transformers'
 Qwen3_5MoeForCausalLM with random weights in float32, with whichever of its expert and attention
-kernels is fastest for the task. The last line is one JSON document.
+kernels is fastest for the task. A figure taken while others used the machine is not judged. The
+last line is one JSON document.
 
 Why these: a model this size on CPU is bound by matrix products (the shares of the plain rate say
 how nearly), decoding by reading weights, and what a mixture adds to a dense model is the sorting
@@ -20,13 +21,14 @@ and, for us, compiling; gradients are outputs and count, an optimizer has no par
 import argparse
 import dataclasses
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 
 import psutil
 from model_sizes import DECODE_STEPS, FORMULA, POSITIONS, ROWS, document, forward_flops
-from workers import Rounds, Worker, take_turns, worker
+from workers import QUIET, Pace, Rounds, Worker, take_turns, wait_for_quiet, worker
 
 OURS, REFERENCE = "model_ours.py", "model_reference.py"
 PLAIN = {"rows": 16384, "inner": 512, "outer": 512}  # the experts' product, as one dense matrix
@@ -50,8 +52,12 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Compared as printed, to two decimals: below that is noise here."""
-        if self.target is None:
+        """Compared as printed, to two decimals: below that is noise here.
+
+        None without a target, and when others used the machine meanwhile: torch's threads wait for
+        each other by spinning, so that a busy core makes the reference several times slower.
+        """
+        if self.target is None or self.others > QUIET:
             return None
         rounded = round(self.measured, 2)
         return rounded >= self.target if self.at_least else rounded <= self.target
@@ -60,7 +66,7 @@ class Figure:
         sign = "≥" if self.at_least else "≤"
         target = "" if self.target is None else f"{sign} {self.target:g}"
         spread = f"{min(self.ratios):.2f}-{max(self.ratios):.2f}"
-        met = {None: "", True: "yes", False: "NO"}[self.met]
+        met = {None: "busy" if self.others > QUIET else "", True: "yes", False: "NO"}[self.met]
         return (
             f"{self.name:<58} {target:>7} {self.measured:>9.2f} {spread:>13} {met:>4}"
             f" {self.others:>6.0%}  {self.note}"
@@ -89,14 +95,16 @@ def at_most(name, ratios, target, rounds: Rounds, note="") -> Figure:
 # ---- against the reference ----------------------------------------------------------------------
 
 
-def fastest_kernels(reference: Worker, task: str, candidates, **arguments) -> dict[str, str]:
+def fastest_kernels(
+    reference: Worker, task: str, candidates, pace: Pace, **arguments
+) -> dict[str, str]:
     """The reference's quickest pair of expert and attention kernels for this task."""
     timers = {}
     for experts, attention in candidates:
         timers[f"{experts}+{attention}"] = reference.prepare(
             f"{experts}+{attention}", task, experts=experts, attention=attention, **arguments
         )
-    rounds = take_turns(timers, 2)
+    rounds = take_turns(timers, dataclasses.replace(pace, rounds=3))
     for name in timers:
         reference.ask("drop", name)
     best = min(timers, key=lambda name: min(rounds.seconds[name]))
@@ -116,17 +124,17 @@ CANDIDATES = {
 }
 
 
-def compare(task: str, passes: int, share: float, speed: float, pairs: int) -> Iterator[Figure]:
+def compare(task: str, passes: int, share: float, speed: float, pace: Pace) -> Iterator[Figure]:
     """One task of both, and the plain rate, in turns. `passes`: forward passes' worth of work."""
     with worker(OURS) as ours, worker(REFERENCE) as reference:
-        kernels = fastest_kernels(reference, task, CANDIDATES[task])
+        kernels = fastest_kernels(reference, task, CANDIDATES[task], pace)
         rounds = take_turns(
             {
                 "ours": ours.prepare("ours", task),
                 "reference": reference.prepare("reference", task, **kernels),
                 "plain": ours.prepare("plain", "plain", **PLAIN),
             },
-            pairs,
+            pace,
         )
     flops = passes * forward_flops(document(), ROWS * POSITIONS, POSITIONS)
     plain_flops = 2 * PLAIN["rows"] * PLAIN["inner"] * PLAIN["outer"]
@@ -146,28 +154,28 @@ def compare(task: str, passes: int, share: float, speed: float, pairs: int) -> I
     )
 
 
-def forward(pairs: int) -> Iterator[Figure]:
+def forward(pace: Pace) -> Iterator[Figure]:
     """Logits of 4 x 512 tokens."""
-    yield from compare("forward", 1, 0.8, 1.0, pairs)
+    yield from compare("forward", 1, 0.8, 1.0, pace)
 
 
-def train(pairs: int) -> Iterator[Figure]:
+def train(pace: Pace) -> Iterator[Figure]:
     """Mean log-prob of 4 x 512 tokens and its gradient by every parameter."""
-    yield from compare("train", 3, 0.75, 1.2, pairs)
+    yield from compare("train", 3, 0.75, 1.2, pace)
 
 
-def decode(pairs: int) -> Iterator[Figure]:
+def decode(pace: Pace) -> Iterator[Figure]:
     """Steps of greedy decoding after 256 cached tokens, at batch 16 and 1."""
     for rows, target in ((16, 3.0), (1, None)):
         with worker(OURS) as ours, worker(REFERENCE) as reference:
             candidates = CANDIDATES["decode"][: 4 if rows == 1 else 3]
-            kernels = fastest_kernels(reference, "decode", candidates, rows=rows)
+            kernels = fastest_kernels(reference, "decode", candidates, pace, rows=rows)
             rounds = take_turns(
                 {
                     "ours": ours.prepare("ours", "decode", rows=rows),
                     "reference": reference.prepare("reference", "decode", rows=rows, **kernels),
                 },
-                pairs,
+                pace,
             )
         per_step = {name: 1e3 * rounds.median(name) / DECODE_STEPS for name in rounds.seconds}
         yield at_least(
@@ -177,7 +185,7 @@ def decode(pairs: int) -> Iterator[Figure]:
         )
 
 
-def memory(pairs: int) -> Iterator[Figure]:
+def memory(pace: Pace) -> Iterator[Figure]:
     """Peak memory of a training step; deterministic, so once."""
     with worker(REFERENCE) as reference:
         kernels = {"experts": "grouped_mm", "attention": "sdpa"}
@@ -191,7 +199,7 @@ def memory(pairs: int) -> Iterator[Figure]:
     )
 
 
-def rates(pairs: int) -> Iterator[Figure]:
+def rates(pace: Pace) -> Iterator[Figure]:
     """The plain rates themselves, ours and torch's, in two shapes."""
     with worker(OURS) as ours, worker(REFERENCE) as reference:
         timers = {
@@ -199,7 +207,7 @@ def rates(pairs: int) -> Iterator[Figure]:
             for who, process in (("jax", ours), ("torch", reference))
             for name, shape in (("[16384,512]x[512,512]", PLAIN), ("2048 cubed", CUBE))
         }
-        rounds = take_turns(timers, pairs)
+        rounds = take_turns(timers, pace)
     for name, shape in (("[16384,512]x[512,512]", PLAIN), ("2048 cubed", CUBE)):
         flops = 2e-9 * shape["rows"] * shape["inner"] * shape["outer"]
         speeds = [flops / rounds.median(f"{who} {name}") for who in ("jax", "torch")]
@@ -212,7 +220,7 @@ def rates(pairs: int) -> Iterator[Figure]:
 # ---- of ours alone ------------------------------------------------------------------------------
 
 
-def grouped(pairs: int) -> Iterator[Figure]:
+def grouped(pace: Pace) -> Iterator[Figure]:
     """The grouped product against one dense product over as many rows, and many experts."""
     for gradient in (False, True):
         for name, inner, outer in (("up", 512, 512), ("down", 256, 512)):
@@ -225,7 +233,7 @@ def grouped(pairs: int) -> Iterator[Figure]:
                         )
                         for experts in (0, 64, 256)
                     },
-                    pairs,
+                    pace,
                 )
             what = f"grouped matmul, {name}{', with gradients' if gradient else ''}"
             yield at_most(f"{what}: time / dense", rounds.ratio("64", "0"), 1.6, rounds)
@@ -234,7 +242,7 @@ def grouped(pairs: int) -> Iterator[Figure]:
             )
 
 
-def replay(pairs: int) -> Iterator[Figure]:
+def replay(pace: Pace) -> Iterator[Figure]:
     """Given routes, with and without a plan, against live routing; and returning the routes."""
     for task in ("forward", "train"):
         with worker(OURS) as ours:
@@ -244,7 +252,7 @@ def replay(pairs: int) -> Iterator[Figure]:
             }
             if task == "forward":
                 timers["routes"] = ours.prepare("routes", task, with_routes=True)
-            rounds = take_turns(timers, pairs)
+            rounds = take_turns(timers, pace)
         yield at_most(f"{task}: replay / live", rounds.ratio("replay", "live"), 1.0, rounds)
         yield at_most(
             f"{task}: replay with a plan / live", rounds.ratio("planned", "live"), 1.0, rounds
@@ -255,7 +263,7 @@ def replay(pairs: int) -> Iterator[Figure]:
             )
 
 
-def compilation(pairs: int) -> Iterator[Figure]:
+def compilation(pace: Pace) -> Iterator[Figure]:
     """Tracing, lowering and compiling 48 layers against 8, of small widths."""
     for gradient in (False, True):
         with worker(OURS) as ours:
@@ -266,7 +274,7 @@ def compilation(pairs: int) -> Iterator[Figure]:
                     )
                     for layers in (8, 48)
                 },
-                min(pairs, 3),
+                dataclasses.replace(pace, rounds=min(pace.rounds, 3)),
             )
         yield at_most(
             f"compile time, {'gradient' if gradient else 'forward'}: 48 layers / 8",
@@ -275,7 +283,7 @@ def compilation(pairs: int) -> Iterator[Figure]:
         )
 
 
-BENCHMARKS: dict[str, Callable[[int], Iterator[Figure]]] = {
+BENCHMARKS: dict[str, Callable[[Pace], Iterator[Figure]]] = {
     "forward": forward,
     "train": train,
     "decode": decode,
@@ -291,14 +299,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--pairs", type=int, default=7, help="neighbouring runs per figure")
+    parser.add_argument(
+        "--patience", type=float, default=60.0,
+        help="seconds that the rounds of one comparison wait for others to be done",
+    )
     chosen = parser.parse_args()
+    pace = Pace(rounds=chosen.pairs, patience_s=chosen.patience)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are closed
     sys.stdout.reconfigure(line_buffering=True)
     before = psutil.cpu_percent(interval=1.0)
     print(f"{psutil.cpu_count()} cores, {before:.0f}% busy before the first run")
     print(f"shares count: {FORMULA}")
     figures = []
     for name in chosen.only:
-        for figure in BENCHMARKS[name](chosen.pairs):
+        wait_for_quiet(pace.patience_s)
+        for figure in BENCHMARKS[name](pace):
             print(figure.row())
             figures.append(figure)
     print(f"\n{HEADER}", *(figure.row() for figure in figures), sep="\n")

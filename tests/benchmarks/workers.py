@@ -23,7 +23,6 @@ import psutil
 
 HERE = Path(__file__).parent
 QUIET = 0.10  # share of the machine that others may use in a round that counts
-PATIENCE_S = 30  # how long a round waits for the machine to be quiet before it starts anyway
 
 
 # ---- inside a worker ----------------------------------------------------------------------------
@@ -159,11 +158,13 @@ def worker(script: str) -> Iterator[Worker]:
         started.close()
 
 
-def _wait_for_quiet() -> None:
-    """Our workers are stopped now: whatever runs belongs to others."""
-    end = time.monotonic() + PATIENCE_S
-    while psutil.cpu_percent(interval=0.5) > 100 * QUIET and time.monotonic() < end:
+def wait_for_quiet(patience_s: float) -> float:
+    """Waits and says how long. Our workers are stopped: whatever runs belongs to others."""
+    start = time.monotonic()
+    waited = lambda: time.monotonic() - start  # noqa: E731
+    while waited() < patience_s and psutil.cpu_percent(interval=0.5) > 100 * QUIET:
         pass
+    return waited()
 
 
 def _busy_s() -> float:
@@ -194,15 +195,24 @@ class Rounds:
         return [a / b for a, b in zip(self.seconds[name], self.seconds[over], strict=True)]
 
 
-def take_turns(timers: dict[str, Callable[[], Timing]], count: int) -> Rounds:
-    """Times A B C A B C ... until `count` quiet rounds, or twice that many in all.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How many rounds, and how long in all they wait for others to leave the machine alone."""
+
+    rounds: int
+    patience_s: float
+
+
+def take_turns(timers: dict[str, Callable[[], Timing]], pace: Pace) -> Rounds:
+    """Times A B C A B C ... until enough rounds were quiet, or half as many again in all.
 
     When the machine is never quiet the quietest rounds are used, and `others` says so.
     """
     rounds: list[dict[str, Timing]] = []
     busiest = lambda one: max(t.others for t in one.values())  # noqa: E731
-    while sum(busiest(one) <= QUIET for one in rounds) < count and len(rounds) < 2 * count:
-        _wait_for_quiet()
+    count, patience_s = pace.rounds, pace.patience_s
+    while sum(busiest(one) <= QUIET for one in rounds) < count and len(rounds) < 1.5 * count:
+        patience_s -= wait_for_quiet(patience_s)
         rounds.append({name: timer() for name, timer in timers.items()})
     used = sorted(rounds, key=busiest)[:count]
     return Rounds(
