@@ -144,9 +144,14 @@ def test_a_converted_checkpoint_scores_as_its_source(tmp_path):
 def test_a_mesh_gives_what_one_device_gives(tmp_path, tensors):
     options = ["--replay"] if tensors is forced_of else []
     one, _ = scored(tmp_path, tensors("ref-a"), *options)
-    many, _ = scored(tmp_path, tensors("ref-a"), *options, "--mesh", "data=2,expert=4")
-    np.testing.assert_allclose(many["logprobs"], one["logprobs"], atol=1e-5)
-    np.testing.assert_array_equal(many["routed_experts"], one["routed_experts"])
+    # Twelve rows in each bucket: two batches of eight places, the second not full.
+    times = lambda x: np.concatenate([x] * 6)  # noqa: E731
+    tiled = {name: times(values) for name, values in tensors("ref-a").items()}
+    many, _ = scored(
+        tmp_path, tiled, *options, "--mesh", "data=2,expert=4", "--batch-tokens", "1"
+    )
+    np.testing.assert_allclose(many["logprobs"], times(one["logprobs"]), atol=1e-5)
+    np.testing.assert_array_equal(many["routed_experts"], times(one["routed_experts"]))
 
 
 def test_rows_keep_their_order_and_batches_do_not_matter(tmp_path):
