@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from t1jax.checkpoint.chunked import check_complete
 from t1jax.checkpoint.convert import FORMAT, MANIFEST, PARAMS
 from t1jax.checkpoint.huggingface import head_name, load_params
 from t1jax.checkpoint.staging import MARK
@@ -86,6 +87,7 @@ def _restore(
     params: epath.Path, model: Qwen3_5, mesh: jax.sharding.Mesh | None, dtype: str | None
 ) -> Params:
     """Reads the tree through orbax; a value head is made here."""
+    check_complete(params)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with ocp.PyTreeCheckpointer() as checkpointer:
         stored = flatten(checkpointer.metadata(params).item_metadata.tree)
@@ -101,9 +103,6 @@ def _restore(
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=bool(fresh),
         )
-        try:
-            tree = checkpointer.restore(params, args=arguments)
-        except Exception as error:  # orbax raises plain Exceptions for damaged files
-            raise UserError(f"{params} cannot be read; convert it again: {error}") from error
+        tree = checkpointer.restore(params, args=arguments)
     zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
     return tree | jax.tree.map(zeros, fresh)
