@@ -38,7 +38,7 @@ TEXTS = (
     "$ for name in a b c; do echo $name >> names.txt; done\n"
     "$ sort -r names.txt | uniq -c\n      1 c\n      1 b\n      1 a\n",
 )
-SHOWN = 26  # characters of a text in the table
+SHOWN = 24  # characters of a text in the table
 
 
 def demo(out: str) -> None:
