@@ -19,11 +19,15 @@ MESHES = ["data=8", "expert=8", "data=2,expert=4", "context=2", "context=4,exper
 
 @functools.cache
 def batch():
-    """ref-a's rows, padded to 8 rows of 160, and forced routes that differ from the live ones."""
+    """ref-a's rows, padded to 8 rows of 256, and forced routes that differ from the live ones.
+
+    256 is four chunks of the delta net, so that shards of the context cut between chunks: another
+    cut is another order of sums, whose noise is 1e-4 in a gradient (3e-4 in the reference itself).
+    """
     g = G.golden("ref-a")
-    tokens, mask = G.pad_rows(8, g.tokens, g.mask)
-    (forced,) = G.pad_rows(8, g.forced, axis=1)
-    forced[:, 4:] = np.arange(forced.shape[-1])
+    tokens, mask = G.pad_rows(256, *G.pad_rows(8, g.tokens, g.mask), axis=1)
+    forced = np.zeros((4, 8, 256, 2), np.int32) + np.arange(2)
+    forced[:, :4, :160] = g.forced
     return tokens, mask, forced
 
 
@@ -58,10 +62,11 @@ def check(got, want):
     real = batch()[1] > 0
     np.testing.assert_array_equal(got[1][:, real], want[1][:, real])
     assert G.relative(got[0][real], want[0][real]) < 1e-5
-    errors = jax.tree.map(G.relative, got[2], want[2])
-    assert {
-        jax.tree_util.keystr(k): e for k, e in jax.tree_util.tree_leaves_with_path(errors) if e > 1e-5
-    } == {}
+    flat = [np.concatenate([x.ravel() for x in jax.tree.leaves(r[2])]) for r in (got, want)]
+    assert G.relative(*flat) < 1e-5
+    # One parameter alone may be a sum that nearly cancels: 1.2e-5 was seen, in `log_rate`.
+    errors = jax.tree_util.tree_leaves_with_path(jax.tree.map(G.relative, got[2], want[2]))
+    assert {jax.tree_util.keystr(k): e for k, e in errors if e > 4e-5} == {}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
