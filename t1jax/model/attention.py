@@ -250,7 +250,7 @@ def _splash(q_BTNH, keys, queries_at, keys_at):
 
 
 def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str) -> KeyValues:
-    """Room for `capacity` columns in each of `rows` rows, for one attention layer of every group."""
+    """Room for `capacity` columns in each of `rows` rows, for one layer of every group."""
     a = config.attention
     shape = (config.groups, rows, capacity, a.kv_heads, a.head_dim)
     return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

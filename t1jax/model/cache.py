@@ -1,4 +1,4 @@
-"""Everything a row's past leaves behind, for continuing it: one pytree, an argument and a result."""
+"""What a row's past leaves behind, for continuing it: one pytree, an argument and a result."""
 
 from typing import NamedTuple
 

@@ -203,7 +203,7 @@ def mix(
     tokens, places = PartitionSpec(rows, along, heads, None), PartitionSpec(rows, along)
     per_head = PartitionSpec(rows, along, heads)
     whole = PartitionSpec(rows, heads, None, None)
-    B, T, J, X = q_BTJX.shape
+    B, T, _, X = q_BTJX.shape
     if state_BIXY is None:
         state_BIXY = jnp.zeros((B, v_BTIY.shape[2], X, v_BTIY.shape[3]), jnp.float32)
 
@@ -327,19 +327,19 @@ def _prepare(q_BTJX, k_BTJX, v_BTIY, beta_BTI, g_BTI, spans: Spans, size: int) -
 def unit_lower_inverse(A_TS: jax.Array) -> jax.Array:
     """(I + A)^-1 for strictly lower triangular A [..., T, T], float32, by halves.
 
-    Matmuls only, as stable as forward substitution: [[a, 0], [c, b]]^-1 = [[a', 0], [-b' c a', b']].
+    Matmuls only, as stable as forward substitution: [[a, 0], [c, b]]^-1 is
+    [[a', 0], [-b' c a', b']].
     Not `triangular_solve`: on CPU two of them at once deadlock a two-thread pool (jaxlib 0.10.2:
     each blocks a worker while waiting for tasks queued on the same pool), and on TPU its loop over
     rows is slower. T must be a power of two.
     """
     size = A_TS.shape[-1]
     if size <= 8:  # (I - A)(I + A^2)(I + A^4) is exact: A^8 = 0
-        product = I_less_A = jnp.eye(size) - A_TS
-        power = _matmul(A_TS, A_TS)
-        while size > 2:
+        product, power = jnp.eye(size) - A_TS, A_TS
+        for _ in range(size.bit_length() - 2):
+            power = _matmul(power, power)
             product = product + _matmul(product, power)
-            power, size = _matmul(power, power), size // 2
-        return product if A_TS.shape[-1] > 2 else I_less_A
+        return product
     half = size // 2
     a, b = unit_lower_inverse(jnp.stack([A_TS[..., :half, :half], A_TS[..., half:, half:]]))
     c = -_matmul(_matmul(b, A_TS[..., half:, :half]), a)

@@ -54,7 +54,5 @@ def default_execution(mesh: Mesh | None = None, **changes: str | int) -> Executi
     """The Execution for the mesh's platform: blocked kernels on CPU, native ones on TPU."""
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     platform = mesh.devices.flat[0].platform
-    kernels = (
-        dict(grouped_matmul="ragged", attention="splash") if platform == "tpu" else {}
-    )
-    return Execution(mesh=mesh, **(kernels | changes))  # type: ignore[arg-type]
+    native = {"grouped_matmul": "ragged", "attention": "splash"}
+    return Execution(mesh=mesh, **((native if platform == "tpu" else {}) | changes))

@@ -103,7 +103,7 @@ class _Groups(NamedTuple):
     """Non-empty groups first, so that empty experts cost nothing: their weights are not read."""
 
     order_E: jax.Array
-    count: jax.Array
+    filled: jax.Array  # how many groups are not empty
     end_E: jax.Array
 
     @classmethod
@@ -162,7 +162,7 @@ class Blocked:
             return _for_each_block(end - sizes_E[expert], end, blocks, visit_block, y_RF)
 
         y_RF = jnp.zeros((rows, width), x_RD.dtype)
-        return jax.lax.fori_loop(0, groups.count, visit_expert, y_RF)
+        return jax.lax.fori_loop(0, groups.filled, visit_expert, y_RF)
 
     def weight_gradient(self, x_RD, dy_RF, sizes_E):
         groups = _Groups.of(sizes_E)
@@ -187,7 +187,7 @@ class Blocked:
             )
 
         dw_EDF = jnp.zeros((sizes_E.shape[0], *shape), x_RD.dtype)
-        return jax.lax.fori_loop(0, groups.count, visit_expert, dw_EDF)
+        return jax.lax.fori_loop(0, groups.filled, visit_expert, dw_EDF)
 
 
 # ---- native ragged products ---------------------------------------------------------------------

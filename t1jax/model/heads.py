@@ -40,9 +40,9 @@ class LMHead(nnx.Module):
             picked_BT1 = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)
             return picked_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
 
-        B, T, D = hidden_BTD.shape
+        B, T, _ = hidden_BTD.shape
         size = min(LOGPROB_BLOCK, T)
-        if run.mesh.shape["context"] > 1 or T == size:
+        if run.mesh.shape["context"] > 1 or size == T:
             return block(hidden_BTD, targets_BT)
         cut = lambda x: jnp.moveaxis(  # noqa: E731
             jnp.pad(x, [(0, 0), (0, -T % size)] + [(0, 0)] * (x.ndim - 2)).reshape(

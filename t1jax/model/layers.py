@@ -28,7 +28,7 @@ def declare(
     *,
     float32: bool = False,
 ) -> nnx.Param:
-    """A parameter's one declaration: shape, logical axes, initializer, and whether it stays float32.
+    """A parameter's one declaration: shape, logical axes, initializer, staying float32 or not.
 
     The module tree is abstract: values come from `init_params` or a checkpoint, and are bound at
     the call. `dtype` here is the float32 that masters have; `abstract_params` narrows it.

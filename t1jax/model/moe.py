@@ -7,7 +7,7 @@ it, as a `Plan`), multiplies the copies group by group, and sums them back per t
 
 | strategy | tokens move by | buffer rows per shard |
 |---|---|---|
-| gather | all-gather over `expert`, experts work locally, reduce-scatter back | all gathered copies |
+| gather | all-gather over `expert`, local experts, reduce-scatter back | all gathered copies |
 | ragged_all_to_all | each copy goes to its expert's shard and back (TPU) | all gathered copies |
 
 With a Plan (routes known beforehand) the buffer is exactly as large as the fullest shard needs.
@@ -25,8 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from t1jax.model.config import ModelConfig
-from t1jax.model.execution import Execution
 from t1jax.model.exchange import ragged_exchange
+from t1jax.model.execution import Execution
 from t1jax.model.grouped_matmul import ROW_PADDING, Stack, grouped_matmul
 from t1jax.model.layers import StackShape, declare, normal
 from t1jax.model.sharding import RULES, axis_size, constrain, per_shard, spec

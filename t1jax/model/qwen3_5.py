@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from t1jax.model.attention import Attention, KeyValues, Placed
+from t1jax.model.attention import Attention, Placed
 from t1jax.model.cache import Cache
 from t1jax.model.config import ModelConfig
 from t1jax.model.delta_net import DeltaNet, Spans
@@ -231,7 +231,7 @@ def abstract_params(
     Args:
       model: an abstract model.
       mesh: where the parameters will live; None leaves shardings open.
-      dtype: of all parameters but those that stay float32 (the decay rate and the delta net's norm).
+      dtype: of all parameters but those that stay float32 (the delta net's decay rate and norm).
 
     Raises:
       ValueError: the mesh does not divide a parameter; names parameter, axis and sizes.

@@ -1,7 +1,7 @@
 """Recorded routes on the host: their checks, and the dispatch plans that follow from them.
 
-Routes are [L, B, T, C] expert ids. Which rows were recorded is a mask, never an id; files may mark a
-missing row with -1, which `split_missing` turns into the mask. Knows nothing of devices.
+Routes are [L, B, T, C] expert ids. Which rows were recorded is a mask, never an id; files may mark
+a missing row with -1, which `split_missing` turns into the mask. Knows nothing of devices.
 """
 
 import math
@@ -109,7 +109,9 @@ def plan_dispatch(
     return _exchanged(copies, experts)
 
 
-def _gathered(copies: np.ndarray, experts: int, row_padding: int):
+def _gathered(
+    copies: np.ndarray, experts: int, row_padding: int
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Every expert shard sees the copies of its whole group and keeps its own experts'."""
     layers, replicas, shards, contexts, _ = copies.shape
     group = np.moveaxis(copies, 2, 3).reshape(layers, replicas, contexts, -1)
@@ -128,9 +130,9 @@ def _gathered(copies: np.ndarray, experts: int, row_padding: int):
     return by_shard(order), by_shard(sizes), room
 
 
-def _exchanged(copies: np.ndarray, experts: int):
+def _exchanged(copies: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Every shard sorts its own copies by expert; the fullest receiver sets the room."""
-    layers, replicas, shards, contexts, count = copies.shape
+    layers, _, shards, _, count = copies.shape
     order = np.argsort(copies, axis=-1, kind="stable").astype(np.int32)
     sizes = _counts(copies, experts)
     real = np.arange(count) < sizes.sum(axis=-1, keepdims=True)

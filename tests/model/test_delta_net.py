@@ -10,7 +10,7 @@ from t1jax.model.layers import l2_norm
 
 from . import golden as G
 
-J, I, X, Y = 2, 4, 8, 6
+J, I, X, Y = 2, 4, 8, 6  # noqa: E741
 
 
 def recurrence(q, k, v, beta, g, segments):
@@ -144,7 +144,8 @@ def test_unit_lower_inverse_and_its_gradient(size):
     A = np.tril(rng.normal(size=(3, size, size)), -1) * 0.3
     weight = rng.normal(size=A.shape)
     inverse = np.linalg.inv(np.eye(size) + A)
-    np.testing.assert_allclose(D.unit_lower_inverse(jnp.asarray(A, jnp.float32)), inverse, atol=1e-5)
+    got = D.unit_lower_inverse(jnp.asarray(A, jnp.float32))
+    np.testing.assert_allclose(got, inverse, atol=1e-5)
     # d inverse = -inverse dA inverse
     transposed = np.swapaxes(inverse, 1, 2)
     want = np.tril(-transposed @ weight @ transposed, -1)

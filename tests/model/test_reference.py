@@ -1,4 +1,4 @@
-"""Our model against the reference implementation's stored numbers (bounds: shared with ref's noise).
+"""Our model against the reference implementation's stored numbers.
 
 Reordering noise is 4e-4 in a logit; a wrong formula moves logits by 3 to 15.
 """

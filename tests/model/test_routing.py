@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t1jax.model import moe as M
-from t1jax.model.grouped_matmul import BACK_ENDS, ROW_PADDING, Stack, grouped_matmul
+from t1jax.model.grouped_matmul import ROW_PADDING, Stack, grouped_matmul
 
 from . import golden as G
 
@@ -37,9 +37,10 @@ def test_the_live_router_picks_as_a_stable_sort_does():
 
 def test_a_row_that_was_not_recorded_routes_live_and_never_to_a_sentinel():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 256)), jnp.float32)
-    minus_one = jnp.full((1, 3, 4), 255, jnp.uint8)  # what -1 becomes in uint8: a real expert
+    ids = jnp.full((1, 3, 4), 255, jnp.uint8)  # what -1 becomes in uint8: a real expert
+    ids = ids.at[0, 0].set(jnp.arange(4, dtype=jnp.uint8))
     recorded = jnp.asarray([[True, False, False]])
-    ids, _, live = M.route(logits, 4, M.Replay(minus_one.at[0, 0].set(jnp.arange(4, dtype=jnp.uint8)), recorded))
+    ids, _, live = M.route(logits, 4, M.Replay(ids, recorded))
     assert ids[0, 0].tolist() == [0, 1, 2, 3]
     np.testing.assert_array_equal(ids[0, 1:], live[0, 1:])
 
@@ -170,7 +171,7 @@ def test_padding_does_no_expert_work():
 
 
 def test_the_host_plan_is_the_device_plan():
-    _, ids, _, valid, weights = problem()
+    _, ids, _, valid, _ = problem()
     plans = M.plan_dispatch(ids[None], valid, 8, G.make_mesh(""), "gather")
     device = M.make_plan(jnp.where(valid[..., None], ids, 8).reshape(-1, 3), 0, 8)
     copies = int(valid.sum()) * 3
