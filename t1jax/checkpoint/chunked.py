@@ -66,6 +66,14 @@ class Parameter:
                 sides[axis] //= _smallest_factor(sides[axis])
         return tuple(sides)
 
+    @functools.cached_property
+    def _by_layer(self) -> dict[int | None, list[Part]]:
+        """Parts of each layer: a chunk looks through those of its own only."""
+        found: dict[int | None, list[Part]] = {}
+        for part in self.parts:
+            found.setdefault(part.where[0] if part.where else None, []).append(part)
+        return found
+
     def _reluctance(self, axis: int) -> tuple[int, int]:
         name = self.axes[axis]
         return (CUT_FIRST.index(name) if name in CUT_FIRST else len(CUT_FIRST), axis)
@@ -74,7 +82,8 @@ class Parameter:
         """The chunk that begins at `starts`, made in `memory` if no cast is needed."""
         count = math.prod(self.chunk) * self.source_dtype.itemsize
         out = memory[:count].view(self.source_dtype).reshape(self.chunk)
-        fill(out, starts, self.parts, read)
+        layer = starts[0] if self.axes[:1] == ("groups",) else None
+        fill(out, starts, self._by_layer[layer], read)
         return out.astype(self.dtype, copy=False)
 
     def describe(self) -> dict[str, Any]:

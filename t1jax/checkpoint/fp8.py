@@ -1,8 +1,6 @@
 """Block-scaled FP8 releases: one float scale for each 128x128 block of a weight's last two axes."""
 
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +18,6 @@ SCALE = "_scale_inv"  # ends the name of a weight's scales, which lie beside it
 SCALE_BLOCK = 128
 QUANTISED = np.dtype(ml_dtypes.float8_e4m3fn)
 PLAIN = tuple(map(np.dtype, ("bfloat16", "float16", "float32")))
-KEPT = 4  # dequantised tensors held for the blocks still to be cut from them
 
 
 def check_dtypes(
@@ -75,29 +72,6 @@ def _check_block(document: Mapping[str, Any], where: str) -> None:
                 f"{where}/config.json has quantization_config.weight_block_size={block}; only "
                 f"{expected} is read"
             )
-
-
-class Dequantised:
-    """Tensors as bfloat16, each worked out once for all threads that cut blocks from it."""
-
-    def __init__(self, tensors: Mapping[str, StoredTensor]):
-        self._tensors = tensors
-        self._lock = threading.Lock()
-        self._recent: dict[str, Future[np.ndarray]] = {}
-
-    def get(self, name: str) -> np.ndarray:
-        with self._lock:
-            known = self._recent.get(name)
-            future = self._recent[name] = known or Future()
-            if len(self._recent) > KEPT:
-                del self._recent[next(iter(self._recent))]
-        if known is None:
-            try:
-                weight, scale = self._tensors[name], self._tensors[name + SCALE]
-                future.set_result(dequantise(weight.array(), scale.array()))
-            except BaseException as error:
-                future.set_exception(error)
-        return future.result()
 
 
 def dequantise(quantised: np.ndarray, scale: np.ndarray) -> np.ndarray:

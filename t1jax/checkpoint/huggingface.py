@@ -18,6 +18,7 @@ repeated pattern.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -26,14 +27,16 @@ import jax
 import numpy as np
 from etils import epath
 
-from t1jax.checkpoint.fp8 import QUANTISED, SCALE, Dequantised, check_dtypes
+from t1jax.checkpoint.fp8 import QUANTISED, SCALE, check_dtypes, dequantise
 from t1jax.checkpoint.parts import Part, Table, Use, assemble, fill
 from t1jax.checkpoint.tensor_files import (
     MisshapenTensor,
     MissingTensor,
+    Recent,
     SetTwice,
     StoredTensor,
     UnknownTensor,
+    is_local,
     named,
     read_directory,
     read_json,
@@ -286,12 +289,23 @@ class Source:
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
     naming: Naming
-    dequantised: Dequantised
+
+    @functools.cached_property
+    def _recent(self) -> Recent:
+        return Recent(self._whole)
 
     def published(self, name: str) -> np.ndarray:
         """A tensor's values; block-scaled FP8 comes out as bfloat16."""
         stored = self.tensors[name]
-        return self.dequantised.get(name) if stored.dtype == QUANTISED else stored.array()
+        if stored.dtype == QUANTISED or not is_local(epath.Path(stored.file)):
+            return self._recent.get(name)
+        return stored.array()
+
+    def _whole(self, name: str) -> np.ndarray:
+        values = self.tensors[name].array()
+        if values.dtype != QUANTISED:
+            return values
+        return dequantise(values, self.tensors[name + SCALE].array())
 
     def dtype(self, path: Path, parts: tuple[Part, ...]) -> np.dtype:
         """The one dtype of a parameter's tensors; refuses tensors that differ."""
@@ -316,7 +330,7 @@ def open_source(directory: epath.PathLike) -> Source:
     naming = check({name: t.shape for name, t in tensors.items()}, config, str(directory))
     text = {name: t for name, t in tensors.items() if not is_carried(name)}
     check_dtypes(text, document, str(directory))
-    return Source(str(directory), document, config, tensors, naming, Dequantised(tensors))
+    return Source(str(directory), document, config, tensors, naming)
 
 
 def load_params(

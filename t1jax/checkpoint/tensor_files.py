@@ -4,13 +4,15 @@ Knows nothing of the model. Reads headers itself, because the safetensors packag
 bfloat16 into numpy nor says what is wrong with a truncated file.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
 import math
 import os
 import struct
-from collections.abc import Collection, Iterable, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -87,6 +89,29 @@ class StoredTensor:
 def is_local(path: epath.Path) -> bool:
     """Whether the path lies on a disk that can be mapped and renamed."""
     return "://" not in os.fspath(path)
+
+
+class Recent:
+    """The last few tensors that are in memory whole; each is made once for all threads."""
+
+    def __init__(self, make: Callable[[str], np.ndarray], most: int = 4):
+        self._make, self._most = make, most
+        self._lock = threading.Lock()
+        self._made: dict[str, concurrent.futures.Future[np.ndarray]] = {}
+
+    def get(self, name: str) -> np.ndarray:
+        """The tensor of this name; waits where another thread is making it."""
+        with self._lock:
+            known = self._made.get(name)
+            future = self._made[name] = known or concurrent.futures.Future()
+            if len(self._made) > self._most:
+                del self._made[next(iter(self._made))]
+        if known is None:
+            try:
+                future.set_result(self._make(name))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
 
 
 def read_directory(directory: epath.PathLike) -> dict[str, StoredTensor]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from t1jax.checkpoint.convert import convert
 from t1jax.checkpoint.export import export
 from t1jax.checkpoint.huggingface import load_params
 from t1jax.checkpoint.restore import open_checkpoint
-from t1jax.checkpoint.tensor_files import INDEX, SINGLE, read_directory
+from t1jax.checkpoint.tensor_files import INDEX, SINGLE, StoredTensor, read_directory
 from t1jax.checkpoint.trees import flatten
 from t1jax.errors import UserError
 from t1jax.model.config import from_huggingface
@@ -230,3 +231,38 @@ def test_files_beside_the_weights_travel_both_ways(tmp_path):
             assert (tmp_path / folder / name).read_text() == text
         assert not (tmp_path / folder / "pytorch_model.bin").exists()
     assert not (tmp_path / "back" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("limit", [1, 64, 200, 10**6])
+@pytest.mark.parametrize("shard", [(6, 15, 7), (6, 3, 97), (6, 1, 1)])
+def test_chunks_divide_the_shard_span_one_layer_and_stay_small(monkeypatch, shard, limit):
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", limit)
+    shape, axes = (6, 15, 97 * 7), ("groups", "experts", None)
+    float32 = np.dtype("float32")
+    chunk = chunked.Parameter(
+        path=("x",), parts=(), shape=shape, axes=axes, source_dtype=float32, dtype=float32,
+        shard=shard,
+    ).chunk  # fmt: skip
+    assert chunk[0] == 1
+    assert all(whole % side == 0 for whole, side in zip(shard, chunk, strict=True))
+    assert 4 * math.prod(chunk) <= max(limit, 4)
+
+
+def test_a_source_that_cannot_be_mapped_gives_the_same(tmp_path, monkeypatch):
+    """As on an object store: whole tensors are read, each once for all the chunks cut from it."""
+    opened = []
+
+    def count(self, *args, original=StoredTensor.array):
+        opened.append(self.name)
+        return original(self, *args)
+
+    monkeypatch.setattr("t1jax.checkpoint.tensor_files.is_local", lambda path: False)
+    monkeypatch.setattr("t1jax.checkpoint.huggingface.is_local", lambda path: False)
+    monkeypatch.setattr(StoredTensor, "array", count)
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 4096)
+    convert(made.FIXTURES / "ref-a", tmp_path / "dst", progress=made.silent())
+    experts = [name for name in opened if ".experts." in name]
+    assert sorted(experts) == sorted(set(experts))
+    assert len(experts) == 2 * 4
+    monkeypatch.undo()
+    same(open_checkpoint(tmp_path / "dst")[1], open_checkpoint(made.FIXTURES / "ref-a")[1])
