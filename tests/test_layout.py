@@ -50,7 +50,9 @@ PLACES = {
     "t1jax.sampling.sampler": Place("D", ("t1jax.model",)),
     "t1jax.sampling.engine": Place("D", ("t1jax.model",)),
     "t1jax.checkpoint": Place("S", ("t1jax.model", "t1jax.progress")),
-    "t1jax.score": Place("S", ("t1jax.model", "t1jax.checkpoint", "t1jax.progress")),
+    "t1jax.score": Place(
+        "S", ("t1jax.model", "t1jax.trajectory", "t1jax.checkpoint", "t1jax.progress")
+    ),
     "t1jax.pipeline": Place("S", BELOW_PIPELINE),
     "t1jax.evaluation": Place("S", ("t1jax.pipeline", *BELOW_PIPELINE)),
     "t1jax.plan": Place("S", ("t1jax.model", "t1jax.rl", "t1jax.progress")),

@@ -15,7 +15,7 @@ With a Plan (routes known beforehand) the buffer is exactly as large as the full
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from t1jax.model.execution import Execution
 from t1jax.model.grouped_matmul import ROW_PADDING, Stack, grouped_matmul
 from t1jax.model.layers import StackShape, declare, normal
 from t1jax.model.sharding import RULES, axis_size, constrain, per_shard, spec
-from t1jax.trajectory import routes
 
 (EXPERT_AXIS,) = RULES["experts"]
 (TENSOR_AXIS,) = RULES["ffn"]
@@ -53,8 +52,9 @@ class Plan:
     that stands for no copy holds P * C.
     """
 
-    order_R: jax.Array  # int32: the copy in each row of the buffer, sorted by expert
-    sizes_E: jax.Array  # int32: rows of each expert that the shard sorts by (gather: its own)
+    order_R: jax.Array | np.ndarray  # int32: the copy in each row of the buffer, sorted by expert
+    # int32: rows of each expert that the shard sorts by (gather: its own experts)
+    sizes_E: jax.Array | np.ndarray
     # Rows that any shard receives at most (ragged_all_to_all); order_R's length says it for gather.
     room: int = dataclasses.field(metadata={"static": True})
 
@@ -228,21 +228,20 @@ def make_plan(ids_PC: jax.Array, first: jax.Array | int, experts: int) -> Plan:
     return Plan(order_R, jnp.diff(ends_E, prepend=0), order_R.shape[0])
 
 
-def plan_dispatch(
-    ids_LBTC: np.ndarray, valid_BT: np.ndarray, experts: int, mesh: Mesh, strategy: str
-) -> Plan:
-    """The Plans of all layers for known routes, worked out on the host (numpy leaves).
+def plan_layout(mesh: Mesh, strategy: str) -> dict[str, Any]:
+    """What a host-side planner must know of the mesh to lay out Plans for `dispatch`.
 
-    See `t1jax.trajectory.routes.plan_dispatch`; this adds the mesh's sizes.
+    `Plan(*t1jax.trajectory.routes.plan_dispatch(ids, valid, experts=E, **plan_layout(...)))` are
+    the Plans of all layers, as numpy leaves.
     """
-    if mesh.shape[EXPERT_AXIS] == 1:
-        strategy = "gather"  # nothing to exchange: both strategies are this one
-    order, sizes, room = routes.plan_dispatch(
-        ids_LBTC, valid_BT, experts=experts, strategy=strategy, row_padding=ROW_PADDING,
-        expert_shards=mesh.shape[EXPERT_AXIS], context_shards=axis_size(mesh, "positions"),
-        replicas=axis_size(mesh, "rows") // mesh.shape[EXPERT_AXIS],
-    )  # fmt: skip
-    return Plan(order, sizes, room)
+    shards = mesh.shape[EXPERT_AXIS]
+    return {
+        "strategy": "gather" if shards == 1 else strategy,  # one shard has nothing to exchange
+        "row_padding": ROW_PADDING,
+        "expert_shards": shards,
+        "context_shards": axis_size(mesh, "positions"),
+        "replicas": axis_size(mesh, "rows") // shards,
+    }
 
 
 def _gathered(tokens: Tokens, experts: Experts, plan: Plan | None, run: Execution) -> jax.Array:

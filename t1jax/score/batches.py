@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from t1jax.model.config import ModelConfig
 from t1jax.model.execution import Execution
-from t1jax.model.moe import Plan, Replay, plan_dispatch
+from t1jax.model.moe import Plan, Replay, plan_layout
 from t1jax.model.sharding import RULES, axis_size, spec
 from t1jax.score.inputs import Tokens
+from t1jax.trajectory.routes import plan_dispatch
 
 
 class Bucket(NamedTuple):
@@ -115,9 +116,9 @@ def placed(
 
     def plan(batch: Batch) -> Plan:
         ids_LBTC = batch.routes.ids_LBTC  # type: ignore[union-attr]
-        return plan_dispatch(
-            ids_LBTC, batch.valid_BT > 0, config.moe.experts, run.mesh, run.dispatch
-        )
+        layout = plan_layout(run.mesh, run.dispatch)
+        valid_BT = batch.valid_BT > 0
+        return Plan(*plan_dispatch(ids_LBTC, valid_BT, experts=config.moe.experts, **layout))
 
     room = 0
     planned = tokens.routes is not None and _is_complete(tokens, bucket)

@@ -40,8 +40,8 @@ def check(ids: np.ndarray, experts: int, recorded: np.ndarray | None = None) -> 
       recorded: bool [L, B, T], rows that count; None: all.
 
     Raises:
-      ValueError: an id outside 0..E-1, a duplicate within a row, or a layer whose every row holds
-        the same ids (an unwritten buffer: [0, 0, ...] also is a duplicate).
+      ValueError: an id outside 0..E-1, or a duplicate within a row (a layer that was never written
+        is one: its rows are all zeros).
     """
     recorded = np.ones(ids.shape[:-1], bool) if recorded is None else recorded
     outside = ((ids < 0) | (ids >= experts)).any(axis=-1) & recorded

@@ -15,9 +15,10 @@ from safetensors.numpy import load_file
 from t1jax.checkpoint.huggingface import Naming, load_params, to_published
 from t1jax.model.config import from_huggingface
 from t1jax.model.execution import Execution, default_execution
-from t1jax.model.moe import Replay
+from t1jax.model.moe import Plan, Replay, plan_layout
 from t1jax.model.qwen3_5 import Qwen3_5, bind
 from t1jax.model.sharding import make_mesh
+from t1jax.trajectory.routes import plan_dispatch
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 NAMES = ("ref-a", "ref-b", "tiny-square")
@@ -119,6 +120,12 @@ def replay(ids: np.ndarray, recorded: np.ndarray | None = None) -> Replay:
         jnp.asarray(np.where(missing, 0, ids), jnp.uint8),
         None if recorded is None else jnp.asarray(recorded),
     )
+
+
+def plans(ids: np.ndarray, valid: np.ndarray, experts: int, run: Execution) -> Plan:
+    """Dispatch plans of all layers [L, B, T, C] for a run's mesh and strategy."""
+    layout = plan_layout(run.mesh, run.dispatch)
+    return Plan(*plan_dispatch(ids, valid, experts=experts, **layout))
 
 
 def pad_rows(rows: int, *arrays: np.ndarray, axis: int = 0) -> list[np.ndarray]:

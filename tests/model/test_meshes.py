@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t1jax.model import moe as M
 from t1jax.model.qwen3_5 import abstract_params, bind, init_params
 from t1jax.model.sharding import make_mesh
 
@@ -40,7 +39,7 @@ def results(mesh: str, routes: str, dispatch: str = "gather", remat: str = "none
     if routes != "live":
         replay = G.replay(forced)
     if routes == "planned":
-        plans = M.plan_dispatch(forced, mask > 0, 8, run.mesh, dispatch)
+        plans = G.plans(forced, mask > 0, 8, run)
     module, _ = G.model("ref-a")
     abstract = abstract_params(module, run.mesh)
     params = jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), params, abstract)

@@ -137,7 +137,7 @@ def test_dispatch_and_its_gradients_on_every_mesh(mesh, dispatch, planned):
     run = G.execution(mesh, dispatch=dispatch)
     plan = None
     if planned:
-        plans = M.plan_dispatch(ids[None], valid, weights.down_EFD.shape[0], run.mesh, dispatch)
+        plans = G.plans(ids[None], valid, 8, run)
         plan = jax.tree.map(lambda leaf: leaf[0], plans)
 
     def objective(x, gates, weights, run, plan):
@@ -172,7 +172,7 @@ def test_padding_does_no_expert_work():
 
 def test_the_host_plan_is_the_device_plan():
     _, ids, _, valid, _ = problem()
-    plans = M.plan_dispatch(ids[None], valid, 8, G.make_mesh(""), "gather")
+    plans = G.plans(ids[None], valid, 8, G.execution())
     device = M.make_plan(jnp.where(valid[..., None], ids, 8).reshape(-1, 3), 0, 8)
     copies = int(valid.sum()) * 3
     np.testing.assert_array_equal(plans.sizes_E[0, 0], device.sizes_E)
