@@ -31,8 +31,7 @@ lint: venv
 	$(VENV)/bin/mypy
 
 bench: venv
-	@for file in tests/benchmarks/bench_*.py; do \
-	    [ -e "$$file" ] || { echo "no benchmark in tests/benchmarks yet"; break; }; \
+	@for file in tests/benchmarks/model.py tests/benchmarks/conversion.py; do \
 	    echo "== $$file"; $(VENV)/bin/python "$$file" || exit 1; \
 	done
 
