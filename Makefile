@@ -24,7 +24,7 @@ demo:
 	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/t1jax demo $(OUT)
 
 test: venv
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadscope $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadscope --durations 15 $(ARGS)
 
 lint: venv
 	$(VENV)/bin/ruff check .
