@@ -242,7 +242,8 @@ def check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str
     expected = {p.tensor: p.shape for parts in table(config, naming).values() for p in parts}
     scaled = {name + SCALE for name in expected}
     others = [n for n in shapes if n not in expected and n not in scaled and not is_carried(n)]
-    _refuse_others(others, config, naming, where)
+    if others:
+        _refuse_others(others, config, naming, where)
     missing = [name for name in expected if name not in shapes]
     if missing:
         raise MissingTensor(
@@ -265,11 +266,10 @@ def _refuse_others(others: list[str], config: ModelConfig, naming: Naming, where
             f"{where} spells its tensors with prefix {naming.prefix!r} and {naming.experts} "
             f"experts, and {named(twice)} would set parameters a second time; keep one spelling"
         )
-    if others:
-        raise UnknownTensor(
-            f"{where} holds {len(others)} tensors that the model does not have: {named(others)}; "
-            f"expected the text model's and {', '.join(p + '*' for p in CARRIED)}"
-        )
+    raise UnknownTensor(
+        f"{where} holds {len(others)} tensors that the model does not have: {named(others)}; "
+        f"expected the text model's and {', '.join(p + '*' for p in CARRIED)}"
+    )
 
 
 def is_carried(name: str) -> bool:
