@@ -19,11 +19,12 @@ def recurrence(q, k, v, beta, g, segments):
     out, state = np.zeros((B, T, I, Y)), np.zeros((B, I, X, Y))
     unit = lambda x: x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
     for b in range(B):
+        current = 0
         for t in range(T):
             if segments[b, t] == 0:
                 continue
-            if t and segments[b, t] != segments[b, :t][segments[b, :t] > 0][-1:]:
-                state[b] = 0
+            if segments[b, t] != current:
+                current, state[b] = segments[b, t], 0
             for i in range(I):
                 kt, qt = unit(k[b, t, i // (I // J)]), unit(q[b, t, i // (I // J)]) * X**-0.5
                 S = np.exp(g[b, t, i]) * state[b, i]
@@ -100,7 +101,7 @@ def test_state_crosses_shards_of_the_sequence(case, context):
     weight *= (segments > 0)[..., None, None]
 
     def objective(arrays, mesh):
-        got, last = mix(arrays, segments, mesh=G.make_mesh(mesh))
+        got, last = mix(arrays, segments, mesh=mesh)
         return jnp.sum(got * weight) + jnp.sum(last**2)
 
     compute = jax.jit(jax.value_and_grad(objective), static_argnums=1)
