@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=7, help="neighbouring runs per figure")
     parser.add_argument(
         "--patience", type=float, default=60.0,
-        help="seconds that the rounds of one comparison wait for others to be done",
+        help="seconds that one comparison tries for rounds without others on the machine",
     )
     chosen = parser.parse_args()
     pace = Pace(rounds=chosen.pairs, patience_s=chosen.patience)
@@ -312,7 +312,7 @@ def main() -> None:
     print(f"shares count: {FORMULA}")
     figures = []
     for name in chosen.only:
-        wait_for_quiet(pace.patience_s)
+        wait_for_quiet(pace.patience_s / 2)
         for figure in BENCHMARKS[name](pace):
             print(figure.row())
             figures.append(figure)

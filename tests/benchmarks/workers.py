@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).parent
+ANSWER_S = 1200  # longest that a worker may take over one task
 QUIET = 0.10  # share of the machine that others may use in a round that counts
 
 
@@ -123,6 +125,8 @@ class Worker:
         self.process.send_signal(signal.SIGCONT)
         self.process.stdin.write(json.dumps({"do": do, "name": name} | more) + "\n")
         self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], ANSWER_S)[0]:
+            raise TimeoutError(f"worker {self.process.args} gave no answer in {ANSWER_S} s")
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"worker {self.process.args} ended with {self.process.wait()}")
@@ -158,15 +162,6 @@ def worker(script: str) -> Iterator[Worker]:
         started.close()
 
 
-def wait_for_quiet(patience_s: float) -> float:
-    """Waits and says how long. Our workers are stopped: whatever runs belongs to others."""
-    start = time.monotonic()
-    waited = lambda: time.monotonic() - start  # noqa: E731
-    while waited() < patience_s and psutil.cpu_percent(interval=0.5) > 100 * QUIET:
-        pass
-    return waited()
-
-
 def _busy_s() -> float:
     """CPU seconds that anything used since boot; the host's theft counts as use."""
     times = psutil.cpu_times()
@@ -197,26 +192,36 @@ class Rounds:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How many rounds, and how long in all they wait for others to leave the machine alone."""
+    """How many quiet rounds are wanted, and how long one comparison goes on trying for them."""
 
     rounds: int
     patience_s: float
 
 
 def take_turns(timers: dict[str, Callable[[], Timing]], pace: Pace) -> Rounds:
-    """Times A B C A B C ... until enough rounds were quiet, or half as many again in all.
+    """Times A B C A B C ... until enough rounds were quiet or patience ends.
 
-    When the machine is never quiet the quietest rounds are used, and `others` says so.
+    There are always `pace.rounds` rounds: when too few were quiet the quietest are used, and
+    `others` says so.
     """
     rounds: list[dict[str, Timing]] = []
     busiest = lambda one: max(t.others for t in one.values())  # noqa: E731
-    count, patience_s = pace.rounds, pace.patience_s
-    while sum(busiest(one) <= QUIET for one in rounds) < count and len(rounds) < 1.5 * count:
-        patience_s -= wait_for_quiet(patience_s)
+    end = time.monotonic() + pace.patience_s
+    while len(rounds) < pace.rounds or (
+        sum(busiest(one) <= QUIET for one in rounds) < pace.rounds and time.monotonic() < end
+    ):
+        wait_for_quiet(pace.patience_s / (2 * pace.rounds))
         rounds.append({name: timer() for name, timer in timers.items()})
-    used = sorted(rounds, key=busiest)[:count]
+    used = sorted(rounds, key=busiest)[: pace.rounds]
     return Rounds(
         {name: [one[name].seconds for one in used] for name in timers},
         statistics.median(map(busiest, used)),
         len(rounds) - len(used),
     )
+
+
+def wait_for_quiet(patience_s: float) -> None:
+    """Our workers are stopped meanwhile: whatever runs belongs to others."""
+    end = time.monotonic() + patience_s
+    while psutil.cpu_percent(interval=0.3) > 100 * QUIET and time.monotonic() < end:
+        pass
