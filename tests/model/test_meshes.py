@@ -93,7 +93,7 @@ def test_random_parameters_do_not_depend_on_the_mesh():
 
 def test_a_mesh_that_does_not_divide_is_refused_with_axis_and_sizes():
     module, params = G.model("ref-a")
-    with pytest.raises(ValueError, match=r"gate_up.*'experts' has size 8.*splits in 3.*expert=3"):
+    with pytest.raises(ValueError, match=r"moe.*'experts' has size 8.*splits in 3.*expert=3"):
         abstract_params(module, make_mesh("expert=3"))
     run = G.execution("data=4")
     with pytest.raises(ValueError, match=r"tokens: axis 'rows' has size 3.*splits in 4"):
