@@ -16,6 +16,7 @@ REQUIRED = [
     "typer>=0.15",  # the command line
     "rich>=13.9",  # progress bars on a terminal
     "pyyaml>=6.0.2",  # configs/*.yaml
+    "pydantic>=2.10",  # task.toml: strict types, and errors that name the field
 ]
 
 EXTRAS = {
@@ -30,6 +31,7 @@ EXTRAS = {
     "test": [
         "pytest>=8.3",  # runs the tests
         "pytest-xdist>=3.6",  # on every core
+        "pytest-json-ctrf>=0.3.5",  # what verifiers of terminal tasks report with
         "hypothesis>=6.120",  # properties over generated inputs
         "psutil>=6.1",  # memory that a test or benchmark used
         "ruff>=0.17",  # lint
@@ -44,7 +46,7 @@ setup(
     description="Agentic reinforcement learning of Qwen3.5-MoE in JAX, on TPUs",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["t1jax", "t1jax.*"]),
+    packages=find_packages(include=["t1jax", "t1jax.*", "sandbox", "sandbox.*"]),
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["t1jax = t1jax.cli:main"]},
