@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 # Lower bounds are releases the tests run with. Parts still to come bring their own:
-# google-jetstream (sampling), grain (data), docker (sandbox), optax (rl).
+# google-jetstream (sampling), grain (data), optax (rl).
 REQUIRED = [
     "jax>=0.10.2",  # arrays, compilation, sharding; 0.10.2 is the last for Python 3.11
     "flax>=0.12.8",  # the module system of t1jax/model
@@ -17,6 +17,9 @@ REQUIRED = [
     "rich>=13.9",  # progress bars on a terminal
     "pyyaml>=6.0.2",  # configs/*.yaml
     "pydantic>=2.10",  # task.toml: strict types, and errors that name the field
+    "docker>=7.1",  # sandboxes on a Docker Engine
+    "pytest>=8.3",  # runs the verifiers of tasks, in every sandbox; and our tests
+    "pytest-json-ctrf>=0.3.5",  # the reports that verifiers write
 ]
 
 EXTRAS = {
@@ -29,9 +32,7 @@ EXTRAS = {
         "transformers>=5.24",  # the reference: the first release whose cached forward is right
     ],
     "test": [
-        "pytest>=8.3",  # runs the tests
         "pytest-xdist>=3.6",  # on every core
-        "pytest-json-ctrf>=0.3.5",  # what verifiers of terminal tasks report with
         "hypothesis>=6.120",  # properties over generated inputs
         "psutil>=6.1",  # memory that a test or benchmark used
         "ruff>=0.17",  # lint
@@ -47,6 +48,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["t1jax", "t1jax.*", "sandbox", "sandbox.*"]),
+    package_data={"sandbox": ["*.bash", "images/*"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["t1jax = t1jax.cli:main"]},
