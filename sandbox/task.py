@@ -65,9 +65,10 @@ class Task:
         return dockerfile_workdir(self.environment / "Dockerfile") or DEFAULT_WORKDIR
 
     @property
-    def state_paths(self) -> tuple[str, ...]:
-        """What a fresh verifier sees of the agent's work: the artifacts, else the workdir."""
-        return tuple(item.source for item in self.artifacts) or (self.workdir,)
+    def knows_workdir(self) -> bool:
+        """False where only the image knows where commands start."""
+        named = self.config.environment.workdir or self.config.environment.local is not None
+        return bool(named or dockerfile_workdir(self.environment / "Dockerfile"))
 
     @property
     def artifacts(self) -> tuple[ArtifactConfig, ...]:
@@ -208,7 +209,7 @@ def _compose_needs(environment: Path) -> list[str]:
         if len(services) > 1:
             return [f"several services ({name}: {', '.join(map(str, services))})"]
         settings = next(iter(services.values()))
-        extra = sorted(set(settings or ()) - {"build", "image", "command", "container_name"})
+        extra = sorted(set(settings or ()) - {"build"})
         if extra:
             return [f"compose settings ({name}: {', '.join(extra)})"]
     return []

@@ -72,6 +72,19 @@ class Verdict:
             raise ValueError("doing nothing passes every assertion: nothing can be gained")
         return (len(self.passed) - self.nop_passed) / (self.total - self.nop_passed)
 
+    def to_json(self) -> dict[str, Any]:
+        """Everything of it; rewards are null where there is none, so that none is taken for 0."""
+        gained = self.gained if self.graded and self.total > self.nop_passed else None
+        return {
+            "source": self.source.value,
+            "passed": sorted(self.passed) if self.graded else None,
+            "total": self.total,
+            "nop_passed": self.nop_passed,
+            "gained": gained,
+            "rewards": self.rewards,
+            "flags": list(self.flags),
+        }
+
     def reward(self, kind: str = "assertions") -> float:
         """One of the rewards of the recipe.
 
@@ -80,8 +93,8 @@ class Verdict:
         """
         if not self.graded:
             raise ValueError(f"{self.outcome} has no reward; leave the trial out")
-        binary = float(len(self.passed) == self.total)
-        fraction = len(self.passed) / self.total
+        binary = float(self.total > 0 and len(self.passed) == self.total)
+        fraction = len(self.passed) / self.total if self.total else 0.0
         kinds = {
             "assertions": len(self.passed) / PAPER_SCALE,
             "fraction": fraction,

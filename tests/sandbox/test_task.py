@@ -219,7 +219,7 @@ def test_artifacts_are_the_state_that_a_fresh_verifier_sees(tmp_path):
     toml = 'artifacts = ["/out", {source = "/etc/motd", exclude = ["x"]}]\n'
     toml += '[verifier]\nenvironment_mode = "separate"'
     task = tasks.load(write(tmp_path, toml))
-    assert (task.state_paths, task.fresh) == (("/out", "/etc/motd"), True)
+    assert ([item.source for item in task.artifacts], task.fresh) == (["/out", "/etc/motd"], True)
 
 
 def test_variables_of_the_host_are_filled_in_by_name():

@@ -1,0 +1,53 @@
+"""What a task's sandbox is made from, in the terms of base.py."""
+
+import os
+
+from sandbox.base import Environment, Limits, Network
+from sandbox.task import Task, TaskError, expand
+
+
+def environment_of(task: Task) -> Environment:
+    """The sandbox that a task describes; back ends say themselves what they cannot run."""
+    config = task.config.environment
+    local = config.local
+    dockerfile = (task.environment / "Dockerfile").is_file()
+    return Environment(
+        name=task.name,
+        image=config.docker_image or "",
+        context=task.environment if dockerfile else None,
+        local=local is not None,
+        files=None if local is None else task.environment / local.files,
+        setup=_setup(task),
+        workdir=config.workdir or "",
+        env=expand(config.env, os.environ, f"{task.root}/task.toml: environment.env"),
+        user=_user(task.config.agent.user),
+        network=Network(config.network_mode),
+        limits=_limits(task),
+        build_timeout_s=config.build_timeout_sec,
+    )
+
+
+def _setup(task: Task) -> str:
+    local = task.config.environment.local
+    if local is None or not local.setup:
+        return ""
+    path = task.environment / local.setup
+    if not path.is_file():
+        raise TaskError(
+            f"{task.root}/task.toml: environment.local.setup = {local.setup!r}: no such file below "
+            f"{task.environment}"
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _limits(task: Task) -> Limits:
+    config, usual = task.config.environment, Limits()
+    return Limits(
+        memory_mb=usual.memory_mb if config.memory_mb is None else config.memory_mb,
+        cpus=usual.cpus if config.cpus is None else config.cpus,
+        storage_mb=usual.storage_mb if config.storage_mb is None else config.storage_mb,
+    )
+
+
+def _user(user: str | int | None) -> str:
+    return "" if user is None else str(user)

@@ -1,0 +1,1 @@
+"""The shipped tasks: a generator of terminal tasks in Harbor's format."""

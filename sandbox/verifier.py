@@ -1,0 +1,200 @@
+"""Running a task's verifier: apart from the agent's sandbox (fresh) or inside it (shared).
+
+Fresh: a new sandbox receives the agent's state (artifacts, else the working directory) and nothing
+else; what the agent replaced, started or planted elsewhere takes no part. Shared, as
+Terminal-Bench expects: the agent's own sandbox after its processes are killed and /tests and
+/logs/verifier wiped; programs that the agent replaced still count, so changes are flagged.
+In both, [[verifier.collect]] commands run before, in the agent's sandbox: they are how a verifier
+learns what the agent's programs do without running them where it decides.
+Not covered: a test that itself runs the agent's code beside the verdict.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import tarfile
+import tempfile
+from pathlib import Path
+
+from sandbox import reports
+from sandbox.base import (
+    Archive,
+    Backend,
+    ExecResult,
+    RefusedError,
+    Sandbox,
+    SandboxBrokenError,
+    TooLargeError,
+)
+from sandbox.environment import environment_of
+from sandbox.reports import Report, Source
+from sandbox.task import Task, expand
+
+LOGS = "/logs/verifier"
+RUN = f"chmod +x /tests/test.sh; /tests/test.sh > {LOGS}/test-stdout.txt 2>&1"
+WIPE = f"rm -rf /tests {LOGS}; mkdir -p /tests {LOGS} && chmod 777 {LOGS}"
+# Shared only: where a verifier's programs come from, compared from outside before and after.
+TOOLCHAIN = (
+    *("/bin/bash", "/bin/sh", "/usr/bin/env", "/usr/bin/python3", "/usr/bin/curl"),
+    *("/usr/local/bin", "/usr/local/sbin", "/opt/verifier/bin", "/root/.local/bin"),
+    *("/etc/ld.so.preload", "/etc/profile", "/etc/environment", "/root/.bashrc", "/root/.profile"),
+)
+MAX_TOOLCHAIN_BYTES = 256 * 2**20
+MAX_LOGS_BYTES = 128 * 2**20
+FORBIDDEN_STATE = ("/tests", "/logs", "/opt/verifier", "/usr", "/bin", "/lib", "/etc/ld.so.preload")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """What is left of the agent: an archive for each path, or why there is none."""
+
+    archives: tuple[tuple[str, Archive], ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def close(self) -> None:
+        for _, archive in self.archives:
+            archive.close()
+
+
+NO_STATE = State()
+
+
+class VerifierTimeoutError(Exception):
+    """The verifier did not end in its time."""
+
+
+async def collect(task: Task, box: Sandbox) -> tuple[str, ...]:
+    """Ends the agent's processes and runs the task's collect commands; what went wrong."""
+    await box.end_processes()
+    problems = []
+    for item in task.config.verifier.collect:
+        done = await box.exec_once(
+            item.command,
+            timeout_s=item.timeout_sec,
+            user="" if item.user is None else str(item.user),
+        )
+        if done.timed_out:
+            problems.append(f"a collect command ran out of its {item.timeout_sec:g} s")
+    if task.config.verifier.collect:
+        await box.end_processes()
+    return tuple(problems)
+
+
+async def save_state(task: Task, box: Sandbox, workdir: str) -> State:
+    """Copies what a fresh verifier is to see; what cannot be copied is a problem of the agent's."""
+    archives: list[tuple[str, Archive]] = []
+    problems = []
+    limit = environment_of(task).limits.storage_mb * 2**20
+    for path in state_paths(task, workdir):
+        try:
+            archive = await box.read_archive(path, max_bytes=limit)
+        except FileNotFoundError:
+            problems.append(f"{path} is gone")
+        except TooLargeError as error:
+            problems.append(f"{path} was not kept: {error}")
+        else:
+            if _is_link(archive):
+                archive.close()
+                problems.append(f"{path} is a link, which is not followed")
+            else:
+                archives.append((path, archive))
+    return State(archives=tuple(archives), problems=tuple(problems))
+
+
+def state_paths(task: Task, workdir: str) -> tuple[str, ...]:
+    """The task's artifacts, else the working directory.
+
+    Raises:
+      RefusedError: one of them would bring what the verifier has to trust.
+    """
+    paths = tuple(item.source.rstrip("/") or "/" for item in task.artifacts) or (workdir,)
+    for path in paths:
+        if path == "/" or any(f"{path}/".startswith(f"{place}/") for place in FORBIDDEN_STATE):
+            raise RefusedError(
+                f"{task.root}: a fresh verifier cannot take over {path}; name the task's artifacts "
+                "in task.toml or verify with `shared`"
+            )
+    return paths
+
+
+def _is_link(archive: Archive) -> bool:
+    with tarfile.open(fileobj=archive.file, mode="r:*") as tar:
+        first = tar.next()
+    archive.file.seek(0)
+    return first is None or first.issym() or first.islnk()
+
+
+async def run_fresh(task: Task, backend: Backend, state: State, logs: Path) -> Report:
+    """The report of a new sandbox that holds the agent's state; NO_STATE is nobody's work."""
+    async with backend.sandbox(environment_of(task)) as box:
+        for path, archive in state.archives:
+            archive.file.seek(0)
+            await box.exec_once(f"find '{path}' -delete 2>/dev/null; true", timeout_s=60)
+            await box.write_archive(archive, str(Path(path).parent))
+        return await _run(task, box, logs)
+
+
+async def run_shared(task: Task, box: Sandbox, logs: Path) -> Report:
+    """The report of the agent's own sandbox, after what it left is killed and wiped."""
+    await box.end_processes()
+    wiped = await box.exec_once(WIPE, timeout_s=60, user="root")
+    if wiped.exit_code != 0:
+        raise SandboxBrokenError(f"{LOGS} could not be made anew: {wiped.output[-200:]}")
+    return await _run(task, box, logs)
+
+
+async def _run(task: Task, box: Sandbox, logs: Path) -> Report:
+    """Uploads the tests, runs them, ends what they left and copies the logs out."""
+    config = task.config.verifier
+    await box.upload(task.tests, "/tests", user="root")
+    done: ExecResult = await box.exec_once(
+        RUN,
+        timeout_s=config.timeout_sec,
+        user="root" if config.user is None else str(config.user),
+        env=expand(config.env, os.environ, f"{task.root}/task.toml: verifier.env"),
+    )
+    await box.end_processes()
+    if done.timed_out:
+        raise VerifierTimeoutError(f"no end after {config.timeout_sec:g} s")
+    try:
+        await box.download(LOGS, logs, max_bytes=MAX_LOGS_BYTES)
+    except (FileNotFoundError, TooLargeError) as error:
+        return unusable(f"{LOGS}: {error}")
+    return reports.read(logs)
+
+
+def unusable(problem: str) -> Report:
+    return Report(source=Source.nothing, assertions={}, rewards={}, problems=(problem,))
+
+
+async def fingerprint(box: Sandbox) -> dict[str, str]:
+    """A digest of each place of the toolchain, read from outside the sandbox."""
+    found = {}
+    for path in TOOLCHAIN:
+        try:
+            archive = await box.read_archive(path, max_bytes=MAX_TOOLCHAIN_BYTES)
+        except (FileNotFoundError, TooLargeError) as error:
+            found[path] = type(error).__name__
+            continue
+        with contextlib.closing(archive):
+            found[path] = _digest(archive)
+    return found
+
+
+def _digest(archive: Archive) -> str:
+    """Of names, modes, links and content; times are left out, since reading may set them."""
+    digest = hashlib.sha256()
+    with tarfile.open(fileobj=archive.file, mode="r:*") as tar:
+        for member in tar:
+            digest.update(f"{member.name} {member.mode:o} {member.linkname}\0".encode())
+            content = tar.extractfile(member) if member.isfile() else None
+            if content is not None:
+                digest.update(content.read())
+    return digest.hexdigest()
+
+
+async def run_control(task: Task, backend: Backend) -> Report:
+    """The report of a verifier that saw nobody's work: whether the verifier itself can report."""
+    with tempfile.TemporaryDirectory(prefix="t1jax-control-") as folder:
+        return await run_fresh(task, backend, NO_STATE, Path(folder) / "logs")
