@@ -108,8 +108,8 @@ class ExecResult:
 
     Bytes that are no UTF-8 arrive as U+FFFD. `truncated`: the middle is missing, and one line in
     its place says how much. `restarted`: the session's shell ended (exit, exec, set -e, or a
-    command that no signal stopped); the next command has a new one, in the same directory and
-    with the same exported variables, but without its background jobs and functions.
+    command that only SIGKILL of the shell stopped); the next command has a new one, in the same
+    directory, with the variables that the session began with.
     """
 
     output: str
