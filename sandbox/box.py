@@ -62,6 +62,7 @@ class Machine(Protocol):
     """What a back end knows of one sandbox."""
 
     name: str
+    default_user: str  # of its image, known once started; empty means root
 
     async def start(self) -> Stream:
         """Starts it with `first_command` as process 1; the stream is that process's."""
@@ -216,7 +217,8 @@ class Box:
             await self._machine.write_archive(archive, str(path.parent))
 
     async def _set_up(self, command: str, *, cwd: str = "/") -> None:
-        done = await self.exec_once(command, timeout_s=self._environment.build_timeout_s, cwd=cwd)
+        timeout_s = self._environment.build_timeout_s
+        done = await self.exec_once(command, timeout_s=timeout_s, user="root", cwd=cwd)
         if done.exit_code != 0:
             raise SandboxBrokenError(
                 f"{self.name}: {command[:200]!r} ended with {done.exit_code}: {done.output[-500:]}"
@@ -238,7 +240,7 @@ class Box:
 
     def _new_session(self, user: str, env: Mapping[str, str] | None, cwd: str) -> Session:
         return Session(
-            user=user or self._environment.user,
+            user=user or self._environment.user or self._machine.default_user,
             env={**self._environment.env, **(env or {})},
             cwd=cwd or self._workdir,
         )

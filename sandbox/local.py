@@ -107,6 +107,7 @@ class LocalMachine:
 
     def __init__(self, environment: Environment, name: str):
         self.name = name
+        self.default_user = ""
         self._environment = environment
         self._uid = FIRST_UID + secrets.randbelow(UIDS) if os.geteuid() == 0 else os.geteuid()
         self._process: asyncio.subprocess.Process | None = None

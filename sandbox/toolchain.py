@@ -1,7 +1,7 @@
 """What local sandboxes see read-only: a pristine Python with pytest, and the few files of /etc.
 
 Made once per version in a cache that every user the sandboxes run as can read. Also used to put the
-same Python packages into the base image:  python -m sandbox.toolchain DIRECTORY
+same Python packages into the base image:  python -m sandbox.toolchain DIRECTORY | --versions
 """
 
 import fcntl
@@ -136,4 +136,7 @@ def _output(python: Path, program: str) -> str:
 
 
 if __name__ == "__main__":
-    install(Path(sys.argv[1]))
+    if sys.argv[1] == "--versions":
+        print(*sorted(_versions()), sep="\n")
+    else:
+        install(Path(sys.argv[1]))
