@@ -38,7 +38,7 @@ def make_group(name: str, limits: Limits) -> Group | None:
     made: list[Path] = []
     try:
         for parent, settings in _controllers(limits):
-            directory = parent / f"{PREFIX}{name}"
+            directory = parent / f"{PREFIX}{os.getpid()}-{name}"
             directory.mkdir()
             made.append(directory)
             for file, value in settings:
@@ -50,11 +50,12 @@ def make_group(name: str, limits: Limits) -> Group | None:
 
 
 def leftovers() -> list[Group]:
-    """Groups of earlier sandboxes in which no process is left."""
+    """Groups of processes that are gone; their sandboxes went with them."""
     found = []
     for parent in {*_version1().values(), *filter(None, [_version2()])}:
         for directory in parent.glob(f"{PREFIX}*"):
-            if not (directory / "cgroup.procs").read_text().strip():
+            owner = directory.name.removeprefix(PREFIX).partition("-")[0]
+            if not Path("/proc", owner).exists():
                 found.append(Group([directory]))
     return found
 

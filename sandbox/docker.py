@@ -157,7 +157,7 @@ class DockerMachine:
             return
         try:
             if self._created:
-                await engine.call("remove", lambda: _remove(engine, self.name))
+                await engine.call("remove", lambda: remove_container(engine, self.name))
         finally:
             await self._backend.engines.free(engine)
 
@@ -262,7 +262,7 @@ class DockerMachine:
                 await asyncio.sleep(WATCH_S)
                 if await engine.call("size", lambda: _size(engine, self.name)) > limit_bytes:
                     self._over_storage = True
-                    await engine.call("remove", lambda: _remove(engine, self.name))
+                    await engine.call("remove", lambda: remove_container(engine, self.name))
                     return
 
 
@@ -281,7 +281,7 @@ def _size(engine: Engine, name: str) -> int:
     return int(found[0].get("SizeRw") or 0) if found else 0
 
 
-def _remove(engine: Engine, name: str) -> None:
+def remove_container(engine: Engine, name: str) -> None:
     """Removes it and waits until the engine has; 409 says that it is already doing so."""
     try:
         engine.client.api.remove_container(name, force=True, v=True)

@@ -162,6 +162,32 @@ def demo(
     demo(out)
 
 
+sandboxes = typer.Typer(no_args_is_help=True, help="What sandboxes share.")
+app.add_typer(sandboxes, name="sandbox")
+
+
+@sandboxes.command("clean")
+def sandbox_clean(
+    endpoints: Annotated[
+        str, typer.Option(help="Engines, comma-separated; DOCKER_HOST or the local one if empty.")
+    ] = "",
+    run: Annotated[str, typer.Option(help="Remove all of this run, even if it still lives.")] = "",
+    older_than_h: Annotated[
+        float, typer.Option(min=0, help="Also what any host made more than so many hours ago.")
+    ] = 0.0,
+) -> None:
+    """Remove containers and control groups that killed runs left behind."""
+    import asyncio
+
+    from sandbox.janitor import clean
+
+    cleaned = asyncio.run(
+        clean(endpoints=endpoints, run_id=run, older_than_s=older_than_h * 3600)
+    )
+    print(f"removed {cleaned.containers} containers and {cleaned.groups} control groups; "
+          f"{cleaned.kept} containers belong to live runs or other hosts")  # fmt: skip
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
