@@ -60,7 +60,8 @@ def shortened(output: str, most: int = SHOWN_CHARACTERS) -> str:
 class Agent(Protocol):
     """Something that works on a task; returns an outcome only where it was cut short."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     async def run(self, task: Task, terminal: Terminal) -> Outcome | None: ...
 

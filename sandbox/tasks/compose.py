@@ -14,7 +14,7 @@ from sandbox.tasks.step import Step
 STEPS_OF_LEVEL = {1: 1, 2: 2, 3: 4, 4: 8, 5: 24}
 MOST_TESTS = 12
 SECONDS_A_RUN = 2
-MEMORY_MB, STORAGE_MB = 512, 256
+MEMORY_MB, STORAGE_MB = 512, 64
 CHECKS = Path(__file__).with_name("checks.py")
 IDENTITY = {
     f"GIT_{role}_{field}": value
@@ -155,7 +155,7 @@ def _setup(draft: Draft) -> str:
         return ""
     identity = [f"export {name}={value}" for name, value in IDENTITY.items()]
     dates = [f"export GIT_{role}_DATE='2026-01-01T00:00:00Z'" for role in ("AUTHOR", "COMMITTER")]
-    return "\n".join(["set -e", *identity, *dates, *parts])
+    return "\n".join(["set -e", "cd /app", *identity, *dates, *parts])
 
 
 def _tests(draft: Draft) -> str:
