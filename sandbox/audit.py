@@ -14,11 +14,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from sandbox import static_checks
+from sandbox import scorer, static_checks
 from sandbox import task as tasks
 from sandbox.agents import Agent, Nop, Oracle, Terminal
 from sandbox.base import Backend, BuildError, RefusedError
 from sandbox.cheat import Cheat
+from sandbox.scorer import Endpoint, NotScoredError
 from sandbox.static_checks import Finding, Severity, content_digest
 from sandbox.task import Task, TaskError, UnsupportedTask
 from sandbox.trial import TrialConfig, TrialResult, run_trial
@@ -110,8 +111,16 @@ def _seconds(text: str) -> float:
 class Auditor:
     """Audits tasks on one back end."""
 
-    def __init__(self, backend: Backend, *, config: TrialConfig, copies: dict[str, str]):
-        self._backend, self._config, self._copies = backend, config, copies
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        config: TrialConfig,
+        copies: dict[str, str],
+        endpoint: Endpoint | None = None,
+    ):
+        self._backend, self._config = backend, config
+        self._copies, self._endpoint = copies, endpoint
 
     async def audit(self, root: Path) -> Record:
         """Everything there is to say of the task in this directory."""
@@ -130,7 +139,20 @@ class Auditor:
             record.add(Decision.reject, f"nearly the same text as {self._copies[str(root)]}")
         if record.runnable:
             await self._execute(task, record)
+        if record.runnable and self._endpoint is not None:
+            await self._score(task, record, self._endpoint)
         return record
+
+    async def _score(self, task: Task, record: Record, endpoint: Endpoint) -> None:
+        """Hard rejects reject; the total is for `select` to use."""
+        try:
+            score = await scorer.score(task, endpoint)
+        except NotScoredError as error:
+            record.add(Decision.review, str(error))
+            return
+        record.score = score.to_json()
+        for name in score.hard_rejects:
+            record.add(Decision.reject, f"hard reject by the scorer: {name}")
 
     async def _execute(self, task: Task, record: Record) -> None:
         try:

@@ -45,6 +45,10 @@ class AnswerError(Exception):
     """The model's answer is not what was asked for."""
 
 
+class NotScoredError(Exception):
+    """No answer of the model could be used, or the endpoint did not answer, in any try."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """An OpenAI-compatible server, e.g. http://localhost:8000/v1."""
@@ -73,7 +77,8 @@ async def score(task: Task, endpoint: Endpoint) -> Score:
     """Asks until there is an answer that can be read.
 
     Raises:
-      UserError: the endpoint refuses, or gave no usable answer in all its tries.
+      UserError: the endpoint refuses, as it would for every task.
+      NotScoredError: there was no usable answer in all tries.
     """
     problem = ""
     for attempt in range(endpoint.tries):
@@ -87,9 +92,7 @@ async def score(task: Task, endpoint: Endpoint) -> Score:
                     f"{endpoint.url} refuses: {error}; check URL, model and key"
                 ) from None
             problem = f"{error}"
-    raise UserError(
-        f"{endpoint.url} gave no usable score of {task.name} in {endpoint.tries} tries: {problem}"
-    )
+    raise NotScoredError(f"no usable score in {endpoint.tries} tries: {problem}")
 
 
 def parse(answer: str) -> Score:

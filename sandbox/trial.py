@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sandbox.verify import Baseline, Outcome, Verdict, judge
 ATTEMPTS = 2  # an infrastructure error is tried once more
 STAGES = ("build", "start", "agent", "verify", "stop")
 FRESH, SHARED = "fresh", "shared"
+OnStage = Callable[[str], None]  # told the name of each stage as it begins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +89,13 @@ class TrialResult:
 class Stopwatch:
     """Seconds spent in each stage, all attempts together."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_stage: OnStage):
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._on_stage = on_stage
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
+        self._on_stage(name)
         begin = time.monotonic()
         try:
             yield
@@ -108,6 +111,7 @@ async def run_trial(
     *,
     config: TrialConfig = TrialConfig(),
     baseline: Baseline | None = None,
+    on_stage: OnStage = lambda stage: None,
 ) -> TrialResult:
     """Runs one trial and leaves its directory: trajectory, the verifier's logs, result.json.
 
@@ -118,7 +122,7 @@ async def run_trial(
     if refusal:
         raise RefusedError(f"{task.root}: {refusal}")
     folder.mkdir(parents=True, exist_ok=True)
-    trial = _Trial(task, agent, backend, folder, config, baseline)
+    trial = _Trial(task, agent, backend, folder, config, baseline, on_stage)
     try:
         result = await trial.run()
     except asyncio.CancelledError:
@@ -139,10 +143,11 @@ class _Trial:
         folder: Path,
         config: TrialConfig,
         baseline: Baseline | None,
+        on_stage: OnStage,
     ):
         self.task, self.agent, self.backend = task, agent, backend
         self.folder, self.config, self.baseline = folder, config, baseline
-        self.watch = Stopwatch()
+        self.watch = Stopwatch(on_stage)
         self.attempts = self.commands = 0
 
     def result(self, outcome: Outcome, verdict: Verdict | None, error: str = "") -> TrialResult:

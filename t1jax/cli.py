@@ -188,6 +188,125 @@ def sandbox_clean(
           f"{cleaned.kept} containers belong to live runs or other hosts")  # fmt: skip
 
 
+tasks = typer.Typer(no_args_is_help=True, help="Terminal tasks: make them, choose among them.")
+app.add_typer(tasks, name="tasks")
+
+
+class Back(enum.StrEnum):
+    """Where sandboxes run."""
+
+    local = "local"
+    docker = "docker"
+
+
+class Verification(enum.StrEnum):
+    """Where the verifier runs: as the task asks for, in a new sandbox, or in the agent's."""
+
+    task = "task"
+    fresh = "fresh"
+    shared = "shared"
+
+
+Where = Annotated[Back, typer.Option(help="The back end that runs sandboxes.")]
+Endpoints = Annotated[str, typer.Option(help="Docker engines, as URL=CAPACITY,…; or DOCKER_HOST.")]
+Verify = Annotated[Verification, typer.Option(help="Where the verifier runs.")]
+Limit = Annotated[float, typer.Option(help="Longest time of the agent, beside the task's own.")]
+
+
+@tasks.command("make")
+def tasks_make(
+    out: Annotated[str, typer.Argument(help="Where train, validation and test go.")],
+    count: Annotated[int, typer.Option(min=1, help="How many tasks in all.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Seed of every choice.")] = 0,
+    level: Annotated[list[int] | None, typer.Option(help="Only this level (1 to 5).")] = None,
+    family: Annotated[list[str] | None, typer.Option(help="Only this family; repeat.")] = None,
+) -> None:
+    """Generate tasks in Harbor's format, in splits that share no parameter."""
+    from sandbox.commands import make_tasks
+
+    make_tasks(out, seed=seed, count=count, levels=level or (), families=family or ())
+
+
+@tasks.command("select")
+def tasks_select(
+    audit: Annotated[str, typer.Argument(help="What `t1jax audit --out` wrote.")],
+    keep: Annotated[str, typer.Option(help="Decisions to keep, comma-separated.")] = "accept",
+    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
+    count: Annotated[int | None, typer.Option(min=1, help="At most so many.")] = None,
+    min_score: Annotated[float | None, typer.Option(help="Least total of the scorer.")] = None,
+    out: Annotated[str, typer.Option(help="File for the list; standard output if empty.")] = "",
+) -> None:
+    """Write a shuffled list of audited tasks."""
+    from sandbox.commands import select_tasks
+
+    kept = [part.strip() for part in keep.split(",")]
+    select_tasks(audit, keep=kept, seed=seed, count=count, min_score=min_score, out=out)
+
+
+@app.command()
+def trial(
+    task: Annotated[str, typer.Argument(help="A task directory.")],
+    agent: Annotated[str, typer.Option(help="oracle, nop, cheat, script or replay.")] = "oracle",
+    sandbox: Where = Back.local,
+    endpoints: Endpoints = "",
+    verification: Verify = Verification.task,
+    agent_timeout_s: Limit = float("inf"),
+    commands: Annotated[str, typer.Option(help="For script: a file, one command a line.")] = "",
+    trajectory: Annotated[str, typer.Option(help="For replay: a trial's trajectory.jsonl.")] = "",
+    audit: Annotated[str, typer.Option(help="The task's audit, which fixes what counts.")] = "",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the trial's directory.")] = False,
+    out: Annotated[str, typer.Option(help="Where a kept trial's directory goes.")] = "trials",
+) -> None:
+    """Run one trial of a task and print its result as JSON."""
+    from sandbox import commands as run
+    from sandbox.trial import TrialConfig
+
+    asked = "" if verification is Verification.task else str(verification)
+    run.trial(
+        task,
+        agent=run.make_agent(agent, commands=commands, trajectory=trajectory),
+        sandbox=str(sandbox),
+        endpoints=endpoints,
+        config=TrialConfig(verification=asked, agent_timeout_s=agent_timeout_s),
+        audit=audit,
+        keep=out if keep else "",
+    )
+
+
+@app.command()
+def audit(
+    tasks: Annotated[str, typer.Argument(help="A task directory, or a folder of them.")],
+    out: Annotated[str, typer.Option(help="JSONL, one line a task; goes on where it ended.")],
+    sandbox: Where = Back.local,
+    endpoints: Endpoints = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 2,
+    verification: Verify = Verification.task,
+    agent_timeout_s: Limit = float("inf"),
+    score_url: Annotated[
+        str, typer.Option(help="Also score: an OpenAI-compatible server, e.g. http://host:8000/v1.")
+    ] = "",
+    score_model: Annotated[str, typer.Option(help="The model that scores.")] = "",
+    score_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = "",
+) -> None:
+    """Check that tasks can be solved, cannot be cheated, and are worth training on."""
+    from sandbox import commands as run
+    from sandbox.scorer import Endpoint
+    from sandbox.trial import TrialConfig
+
+    if bool(score_url) != bool(score_model):
+        raise typer.BadParameter("--score-url and --score-model go together")
+    asked = "" if verification is Verification.task else str(verification)
+    run.audit(
+        tasks,
+        sandbox=str(sandbox),
+        endpoints=endpoints,
+        jobs=jobs,
+        out=out,
+        config=TrialConfig(verification=asked, agent_timeout_s=agent_timeout_s),
+        endpoint=Endpoint(url=score_url, model=score_model, key=score_key) if score_url else None,
+    )
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
