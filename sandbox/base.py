@@ -36,11 +36,11 @@ MAX_OUTPUT_BYTES = 1 << 20  # of one command: the first and the last half are ke
 MAX_ARCHIVE_BYTES = 1 << 30
 
 
-class InfraError(Exception):
+class InfraError(UserError):
     """The engine or the machine failed, not the agent: never a reward of 0, retried once."""
 
 
-class SandboxBrokenError(Exception):
+class SandboxBrokenError(UserError):
     """What ran inside made the sandbox unusable; the agent's doing, so no reason for a retry."""
 
 

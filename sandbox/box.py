@@ -100,6 +100,7 @@ class Box:
         self._channel: Channel | None = None
         self._turn = asyncio.Lock()
         self._once = 0
+        self._running = ""  # the session whose command was asked last
 
     async def __aenter__(self) -> Self:
         try:
@@ -282,6 +283,7 @@ class Box:
         payload = command.encode("utf-8", "surrogateescape")
         words = ("run", name, str(len(payload)))
         channel = await self._ready_channel()
+        self._running = name
         answer, timed_out = await self._wait(
             await channel.ask(*words, payload=payload, capture=capture), name, timeout_s
         )
@@ -289,9 +291,7 @@ class Box:
             await self._begin_session(name)
             again = await channel.ask(*words, payload=payload, capture=capture)
             answer, timed_out = await self._wait(again, name, timeout_s)
-        session.live = answer.kind == "done"
-        if session.live:
-            await channel.tell("done", name)
+        await self._ended(name, answer)
         return answer, timed_out
 
     async def _wait(
@@ -340,14 +340,18 @@ class Box:
     async def _ready_channel(self) -> Channel:
         """The channel, once a command whose caller was cancelled has been killed."""
         channel = self._open_channel()
-        while (pending := channel.pending) is not None:
-            for name in self._sessions:
-                await channel.tell("kill", name)
-                self._sessions[name].live = False
-            await self._watch(pending, ANSWER_TIMEOUT_S)
-            if not pending.done():
-                raise SandboxBrokenError(f"{self.name} does not answer any more")
+        if (pending := channel.pending) is not None:
+            answer, _ = await self._wait(pending, self._running, 0)
+            await self._ended(self._running, answer)
+            channel.forget_output()
         return channel
+
+    async def _ended(self, name: str, answer: Answer) -> None:
+        """Notes whether the session's shell is still there, and lets the first process know."""
+        if answer.kind == "done":
+            await self._open_channel().tell("done", name)
+        elif name in self._sessions:
+            self._sessions[name].live = False
 
 
 def _alone(command: str, env: Mapping[str, str] | None, cwd: str) -> str:

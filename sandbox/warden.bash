@@ -22,22 +22,22 @@ answer() { # NONCE TEXT; tried again where a command has made the pipe non-block
 payload() { IFS= LC_ALL=C read -r -N "$1" text || exit 0; }
 
 become_session() { # SIZE-OF-SCRIPT [USER]; standard input is the session's request pipe
-    local other start='IFS= LC_ALL=C read -r -N "$0" -u 198 text; eval "$text"'
+    local other start='IFS= LC_ALL=C read -r -N "$1" -u 198 text; set --; eval "$text"'
     for other in "${requests[@]}"; do exec {other}>&-; done
     exec {never}>&-
-    exec 198<&0 0</dev/null 1>&199 2>&1
+    exec 198<&0 0</dev/null 1>&199
     if [[ -n $2 ]]; then
         export USER=$2 LOGNAME=$2 HOME
         HOME=$(getent passwd "$2") && HOME=${HOME%:*} HOME=${HOME##*:}
         exec setpriv "--reuid=$2" "--regid=$(id -g "$2")" --init-groups \
-            bash --norc --noprofile -c "$start" "$1"
+            bash --norc --noprofile -c "$start" bash "$1" 2>&1
         exit 126 # never as another user than the one asked for
     fi
-    exec bash --norc --noprofile -c "$start" "$1"
+    ! type -P bash >/dev/null || exec bash --norc --noprofile -c "$start" bash "$1" 2>&1
     trap - PIPE # there is no bash any more: go on as this one
-    exec 2>&199
-    IFS= LC_ALL=C read -r -N "$1" -u 198 text
-    eval "$text"
+    exec 2>&1
+    set -- "$1"
+    eval "$start"
     exit
 }
 
@@ -82,27 +82,32 @@ descendants() { # PID...: adds every process below these to `found`
     done
 }
 
-do_interrupt() { # NONCE SESSION SIGNAL: signals what the session started since its command began
-    local found=() pid child=
-    read -r child <"/proc/${shell[$2]}/task/${shell[$2]}/children" || :
+started() { # SESSION: sets `found` to what the session started since its command began
+    local pid child=
+    found=()
+    read -r child <"/proc/${shell[$1]}/task/${shell[$1]}/children" || :
     for pid in $child; do
-        [[ " ${before[$2]-} " == *" $pid "* ]] && continue
+        [[ " ${before[$1]-} " == *" $pid "* ]] && continue
         found+=("$pid")
         descendants "$pid"
     done
+}
+
+do_interrupt() { # NONCE SESSION SIGNAL: the shell gets INT only
+    started "$2"
     # The shell first: it returns to its loop once the child it waits for has ended.
     [[ $3 != INT ]] || kill -s INT "${shell[$2]}"
     ((${#found[@]} == 0)) || kill -s "$3" "${found[@]}"
 }
 
+do_kill() { # NONCE SESSION: its shell is killed too, which is reported as the end of its command
+    started "$2"
+    kill -KILL "${shell[$2]}" "${found[@]}"
+}
+
 do_close() { # NONCE SESSION: its shell ends; what it left in the background goes on
     forget "$2"
     answer "$1" "ok 0 "
-}
-
-do_kill() { # NONCE SESSION: its shell is killed, which is reported as the end of its command
-    kill -KILL "${shell[$2]}"
-    reap
 }
 
 do_end() { # NONCE: kills every process but this one
