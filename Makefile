@@ -2,6 +2,7 @@
 #   make demo    a tiny model from nothing to scored text
 #   make test    the tests        make test ARGS="-k routes -x"   PYTHON=python3.13 make test
 #   make lint    ruff and mypy
+#   make image   the base image of the shipped tasks, on the engine of DOCKER_HOST (needs root)
 #   make bench   every benchmark; the last line of each is one JSON document
 #   make venv    only the environment, with EXTRAS (test; also hf, tpu)
 #   make clean   removes the environment, caches and demo output
@@ -17,7 +18,7 @@ export PYTHON
 # Programs that several test processes need are compiled once, here.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
-.PHONY: demo test lint bench venv clean
+.PHONY: demo test lint bench image venv clean
 
 demo:
 	./setup_venv.sh $(VENV)
@@ -34,6 +35,10 @@ bench: venv
 	@for file in tests/benchmarks/model.py tests/benchmarks/conversion.py; do \
 	    echo "== $$file"; $(VENV)/bin/python "$$file" || exit 1; \
 	done
+
+image: venv
+	./setup_sandbox.sh
+	PYTHON=$(CURDIR)/$(VENV)/bin/python sandbox/images/make_base.sh
 
 venv:
 	@./setup_venv.sh $(VENV) $(EXTRAS)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Installs the Debian or Ubuntu packages that sandboxes need; does nothing where all are there.
+#   bubblewrap, util-linux   the local back end       git, tmux   what tasks use inside it
+#   docker.io                a Docker Engine           debootstrap, procps   the base image
+set -euo pipefail
+
+declare -A package_of=([bwrap]=bubblewrap [nsenter]=util-linux [setpriv]=util-linux [git]=git
+    [tmux]=tmux [dockerd]=docker.io [docker]=docker.io [debootstrap]=debootstrap [jq]=jq [zip]=zip
+    [unzip]=unzip [ps]=procps [killall]=psmisc)
+missing=()
+for tool in "${!package_of[@]}"; do
+    PATH=$PATH:/usr/sbin:/sbin command -v "$tool" >/dev/null || missing+=("${package_of[$tool]}")
+done
+[ -x /usr/bin/python3 ] || missing+=(python3)
+[ ${#missing[@]} -gt 0 ] || exit 0
+
+mapfile -t missing < <(printf '%s\n' "${missing[@]}" | sort -u)
+command -v apt-get >/dev/null || {
+    echo "error: missing: ${missing[*]}; there is no apt-get here, install them another way" >&2
+    exit 1
+}
+as_root=()
+[ "$(id -u)" = 0 ] || as_root=(sudo)
+echo "setup: installing ${missing[*]}" >&2
+"${as_root[@]}" apt-get update -qq
+"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
