@@ -11,6 +11,7 @@ can be made (then per process). network "public" is the host's own network, its 
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -18,7 +19,7 @@ import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path, PurePosixPath
 
 from sandbox import cgroups
@@ -42,6 +43,7 @@ WORKDIR = "/app"
 SHM_BYTES = 64 << 20
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
+NS_GET_USERNS = 0xB701  # ioctl_ns(2)
 FIRST_UID, UIDS = 1 << 30, 1 << 30  # host users for sandboxes that root starts; no others are there
 ENV = {"PATH": PATH, "HOME": "/root", "USER": "root", "LOGNAME": "root", "LANG": "C.UTF-8"}
 
@@ -189,19 +191,21 @@ class LocalMachine:
         """The system's tar, which sees the sandbox's files and is not seen from inside."""
         if self._process is None:
             raise RuntimeError(f"sandbox {self.name} is not started, or stopped")
-        enter = ["nsenter", f"--target={self._first_pid}", "--user", "--mount"]
-        tar = await asyncio.create_subprocess_exec(
-            *self._as_owner(),
-            *enter,
-            "--preserve-credentials",
-            "--",
-            "/usr/bin/tar",
-            *words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={"PATH": PATH, "LC_ALL": "C"},
-        )
+        with _namespaces(self._first_pid) as (user, mount):
+            enter = ["nsenter", f"--user=/proc/self/fd/{user}", f"--mount=/proc/self/fd/{mount}"]
+            tar = await asyncio.create_subprocess_exec(
+                *self._as_owner(),
+                *enter,
+                "--preserve-credentials",
+                "--",
+                "/usr/bin/tar",
+                *words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(user, mount),
+                env={"PATH": PATH, "LC_ALL": "C"},
+            )
         try:
             yield tar
         finally:
@@ -248,6 +252,23 @@ class LocalMachine:
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Kills process 1; the kernel then kills the rest, and bwrap ends after the last."""
         await _kill(process, self._first_pid or process.pid)
+
+
+@contextlib.contextmanager
+def _namespaces(pid: int) -> Iterator[tuple[int, int]]:
+    """Of a process: the mount namespace, and before it the user namespace that owns it.
+
+    That is not the process's own user namespace, since --disable-userns nests another one.
+    """
+    mount = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+    try:
+        user = fcntl.ioctl(mount, NS_GET_USERNS)
+        try:
+            yield user, mount
+        finally:
+            os.close(user)
+    finally:
+        os.close(mount)
 
 
 async def _kill(process: asyncio.subprocess.Process, pid: int) -> None:

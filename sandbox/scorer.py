@@ -160,8 +160,17 @@ def _ask(messages: list[dict[str, str]], endpoint: Endpoint) -> str:
         headers={"Content-Type": "application/json"}
         | ({"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}),
     )
-    with urllib.request.urlopen(request, timeout=endpoint.timeout_s) as response:
+    with _opened(request, endpoint.timeout_s) as response:
         try:
             return str(json.load(response)["choices"][0]["message"]["content"])
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise AnswerError(f"no chat completion ({type(error).__name__}: {error})") from None
+
+
+def _opened(request: urllib.request.Request, timeout_s: float) -> Any:
+    """The response; an HTTP error's connection is closed before it is raised."""
+    try:
+        return urllib.request.urlopen(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise

@@ -18,7 +18,7 @@ from typing import Any
 
 from sandbox import verifier
 from sandbox.agents import Agent, Terminal
-from sandbox.base import Backend, InfraError, RefusedError, Sandbox, SandboxBrokenError
+from sandbox.base import Backend, BuildError, InfraError, RefusedError, Sandbox, SandboxBrokenError
 from sandbox.environment import environment_of
 from sandbox.reports import Report, Source
 from sandbox.task import Task
@@ -200,7 +200,10 @@ class _Trial:
     @contextlib.asynccontextmanager
     async def _opened(self, box: Sandbox) -> AsyncIterator[Sandbox]:
         with self.watch.stage("start"):
-            await box.__aenter__()
+            try:
+                await box.__aenter__()
+            except SandboxBrokenError as error:
+                raise BuildError(f"the task's own set-up fails: {error}") from error
         try:
             yield box
         finally:
