@@ -1,0 +1,1 @@
+"""Learning as pure functions of arrays: losses, advantages, mismatch, and the jitted steps."""
