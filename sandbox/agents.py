@@ -6,6 +6,8 @@ its own. Limits of time are the trial's business.
 
 import dataclasses
 import json
+import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,8 +79,8 @@ class Oracle:
         if not script.is_file():
             raise UserError(f"{script} is missing; the oracle agent runs it")
         await terminal.box.upload(task.solution, "/solution")
-        env = expand(task.config.solution.env, {}, f"{task.root}/task.toml: solution.env")
-        exports = "".join(f"export {name}={_quoted(value)}; " for name, value in env.items())
+        env = expand(task.config.solution.env, os.environ, f"{task.root}/task.toml: solution.env")
+        exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())
         await terminal.run(f"{exports}bash /solution/solve.sh", timeout_s=_no_limit(task))
         return None
 
@@ -135,7 +137,3 @@ def _no_limit(task: Task) -> float:
     """The agent's whole time: the trial ends the oracle's one command when it is over."""
     limit = task.config.agent.timeout_sec
     return limit if limit is not None else 24 * 3600.0
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"

@@ -32,7 +32,7 @@ from sandbox.tasks.families import FAMILIES
 from sandbox.tasks.make import make
 from sandbox.trial import TrialConfig, TrialResult, run_trial
 from sandbox.verify import Outcome
-from t1jax.errors import UserError
+from t1jax.errors import Preempted, UserError
 
 AGENTS = ("oracle", "nop", "cheat", "script", "replay")
 PLAIN_EVERY_S = 5.0
@@ -173,7 +173,7 @@ def trial(
 
     with tempfile.TemporaryDirectory(prefix="t1jax-trial-") as scratch:
         folder = Path(keep or scratch) / f"{task.root.name}__{secrets.token_hex(4)}"
-        result = run_until_done(run(folder))
+        result = run_until_done(run(folder), UserError("ended by a signal; the sandbox is removed"))
     fields = result.to_json() | ({"folder": str(folder)} if keep else {})
     print(json.dumps(fields, indent=2, ensure_ascii=False))
     if result.outcome == Outcome.infra_error:
@@ -211,15 +211,19 @@ def audit(
     try:
         waiting = [path for path in roots if not file.is_done(path)]
         with Counter("audit", len(waiting)) as progress:
-            run_until_done(run(waiting, progress))
+            run_until_done(run(waiting, progress), Preempted(f"ended by a signal; {out} goes on"))
     finally:
         file.close()
     known = {str(path) for path in roots}
     Console().print(audit_file.table(r for r in file.records.values() if r.path in known))
 
 
-def run_until_done(work: Coroutine[Any, Any, Any]) -> Any:
-    """asyncio.run that also ends on SIGTERM by cancelling, so that sandboxes are removed."""
+def run_until_done(work: Coroutine[Any, Any, Any], ended: Exception) -> Any:
+    """asyncio.run that also ends on SIGTERM by cancelling, so that sandboxes are removed.
+
+    Raises:
+      `ended` when a signal ended it.
+    """
 
     async def main() -> Any:
         doing = asyncio.ensure_future(work)
@@ -228,7 +232,7 @@ def run_until_done(work: Coroutine[Any, Any, Any]) -> Any:
         try:
             return await doing
         except asyncio.CancelledError:
-            raise UserError("ended by a signal; sandboxes are removed") from None
+            raise ended from None
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
 

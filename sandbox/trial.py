@@ -186,6 +186,7 @@ class _Trial:
         fresh = self.config.is_fresh(self.task)
         async with self._opened(self.backend.sandbox(environment)) as box:
             workdir = self.task.workdir if self.task.knows_workdir else await _workdir(box)
+            await _healthy(self.task, box)
             before = {} if fresh else await verifier.fingerprint(box)
             with self.watch.stage("agent"):
                 ending, broken = await self._run_agent(box)
@@ -306,6 +307,29 @@ class _Trial:
         if logs.exists():
             shutil.rmtree(logs)
         return logs
+
+
+async def _healthy(task: Task, box: Sandbox) -> None:
+    """Waits until the task's healthcheck passes.
+
+    Failures within the start period do not count, and are looked at again sooner.
+
+    Raises:
+      InfraError: it failed too often.
+    """
+    check = task.config.environment.healthcheck
+    if check is None:
+        return
+    begin, failures = time.monotonic(), 0
+    while True:
+        done = await box.exec_once(check.command, timeout_s=check.timeout_sec)
+        if done.exit_code == 0:
+            return
+        starting = time.monotonic() - begin < check.start_period_sec
+        failures += not starting
+        if failures >= check.retries:
+            raise InfraError(f"healthcheck failed {failures} times: {done.output[-200:]}")
+        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
 
 
 async def _workdir(box: Sandbox) -> str:

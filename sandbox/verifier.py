@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import shlex
 import tarfile
 import tempfile
 from pathlib import Path
@@ -130,7 +131,9 @@ async def run_fresh(task: Task, backend: Backend, state: State, logs: Path) -> R
     async with backend.sandbox(environment_of(task)) as box:
         for path, archive in state.archives:
             archive.file.seek(0)
-            await box.exec_once(f"find '{path}' -delete 2>/dev/null; true", timeout_s=60)
+            await box.exec_once(
+                f"find {shlex.quote(path)} -delete 2> /dev/null; true", timeout_s=60
+            )
             await box.write_archive(archive, str(Path(path).parent))
         return await _run(task, box, logs)
 

@@ -1,10 +1,13 @@
 """The audit: what it accepts and refuses, with real sandboxes; its file; the lists made of it."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -262,6 +265,36 @@ def test_an_audit_goes_on_where_it_ended(tmp_path):
     resumed.add(Record(task="new", path=str(roots["new"]), digest="d"))
     resumed.close()
     assert [record.task for record in audit_file.read(path)] == ["done", "changed", "infra", "new"]
+
+
+def test_a_terminated_audit_leaves_no_process_and_says_that_it_goes_on(tmp_path):
+    solve = "echo 1 > /app/a.txt; exec -a t1jax_lives_on sleep 300\n"
+    write(tmp_path / "task", solution__solve_sh=solve)
+    out = tmp_path / "audit.jsonl"
+    command = "from t1jax.cli import main; main()"
+    arguments = ("audit", tmp_path / "task", "--out", out)
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *map(str, arguments)], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 30
+    while not living("t1jax_lives_on"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    _, shown = process.communicate(timeout=30)
+    assert (process.returncode, living("t1jax_lives_on")) == (75, [])
+    assert shown.splitlines()[-1] == f"error: ended by a signal; {out} goes on"
+    assert audit_file.read(out) == []
+
+
+def living(name):
+    """Processes of this name anywhere on the host."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(name.encode()):
+                found.append(path.parent.name)
+    return found
 
 
 def test_a_line_that_is_no_record_is_named(tmp_path):

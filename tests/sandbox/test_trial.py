@@ -229,6 +229,20 @@ def test_an_infrastructure_error_is_retried_once(tmp_path, failures, outcome):
     assert (result.verdict is None) == (outcome == Outcome.infra_error)
 
 
+def test_a_healthcheck_is_waited_for_and_its_failure_is_no_fault_of_the_agent(tmp_path):
+    check = '[environment.healthcheck]\ncommand = "{}"\ninterval_sec = 0.05\nretries = 3\n'
+    third = "echo >> /tmp/n; test $(wc -l < /tmp/n) = 3"
+    for name, command, outcome in (("a", third, "solved"), ("b", "false", "infra_error")):
+        root = tmp_path / name
+        task_of(root)
+        (root / "task.toml").write_text(SEPARATE + LOCAL + check.format(command))
+        result = on_local(
+            lambda b, root=root: run_trial(tasks.load(root), Oracle(), b, root / "trial")
+        )
+        assert result.outcome == outcome, result.error
+    assert "healthcheck failed 3 times" in result.error
+
+
 def test_collect_shows_what_a_program_does_without_running_it_where_it_is_judged(trial, tmp_path):
     """One collect command runs too long; what was collected before still counts."""
     collect = "".join(
