@@ -8,7 +8,7 @@ import dataclasses
 import json
 
 from sandbox.agents import Terminal
-from sandbox.environment import environment_of
+from sandbox.environment import limits_of
 from sandbox.task import Task
 from sandbox.verify import Outcome
 
@@ -80,7 +80,7 @@ def attacks(task: Task) -> list[str]:
     here = task.workdir
     forgers = ("bash", "sh", "env", "python3", "python", "pytest", "uvx", "uv", "git", "curl")
     names = " ".join(forgers)
-    storage_mb = environment_of(task).limits.storage_mb
+    storage_mb = limits_of(task).storage_mb
     return [
         "kill -9 -1",
         f"echo 1 > /logs/verifier/reward.txt; echo 1 > {here}/reward.txt",

@@ -4,12 +4,16 @@ import os
 
 from sandbox.base import Environment, Limits, Network
 from sandbox.task import Task, TaskError, expand
+from sandbox.task_config import LocalConfig
 
 
-def environment_of(task: Task) -> Environment:
-    """The sandbox that a task describes; back ends say themselves what they cannot run."""
+def environment_of(task: Task, backend: str) -> Environment:
+    """The sandbox that a task describes; back ends say themselves what they cannot run.
+
+    What stands in for an image is only for the local back end: an image has it already.
+    """
     config = task.config.environment
-    local = config.local
+    local = config.local if backend == "local" else None
     dockerfile = (task.environment / "Dockerfile").is_file()
     return Environment(
         name=task.name,
@@ -17,19 +21,18 @@ def environment_of(task: Task) -> Environment:
         context=task.environment if dockerfile else None,
         local=local is not None,
         files=None if local is None else task.environment / local.files,
-        setup=_setup(task),
+        setup="" if local is None else _setup(task, local),
         workdir=config.workdir or "",
         env=expand(config.env, os.environ, f"{task.root}/task.toml: environment.env"),
         user=_user(task.config.agent.user),
         network=Network(config.network_mode),
-        limits=_limits(task),
+        limits=limits_of(task),
         build_timeout_s=config.build_timeout_sec,
     )
 
 
-def _setup(task: Task) -> str:
-    local = task.config.environment.local
-    if local is None or not local.setup:
+def _setup(task: Task, local: LocalConfig) -> str:
+    if not local.setup:
         return ""
     path = task.environment / local.setup
     if not path.is_file():
@@ -40,7 +43,8 @@ def _setup(task: Task) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _limits(task: Task) -> Limits:
+def limits_of(task: Task) -> Limits:
+    """What task.toml allows, and our defaults for what it does not say."""
     config, usual = task.config.environment, Limits()
     return Limits(
         memory_mb=usual.memory_mb if config.memory_mb is None else config.memory_mb,

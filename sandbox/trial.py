@@ -118,7 +118,7 @@ async def run_trial(
     Raises:
       UserError: the back end cannot run the task, or its image does not build.
     """
-    refusal = backend.refusal(environment_of(task))
+    refusal = backend.refusal(environment_of(task, backend.name))
     if refusal:
         raise RefusedError(f"{task.root}: {refusal}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ class _Trial:
 
     async def _attempt(self) -> tuple[Outcome | None, Verdict]:
         """How the agent ended where it was cut short, and what its work is worth."""
-        environment = environment_of(self.task)
+        environment = environment_of(self.task, self.backend.name)
         with self.watch.stage("build"):
             await self.backend.prepare(environment)
         fresh = self.config.is_fresh(self.task)
@@ -245,7 +245,7 @@ class _Trial:
 
     async def _verify_shared(self, box: Sandbox, before: dict[str, str], broken: str) -> Verdict:
         logs = self._new_logs()
-        flags = [broken] if broken else []
+        flags, changed = [broken] if broken else [], list[str]()
         try:
             flags += await verifier.collect(self.task, box)
             after = await verifier.fingerprint(box)
@@ -256,7 +256,10 @@ class _Trial:
             return self._timed_out(error)
         except SandboxBrokenError as error:
             report = verifier.unusable(f"the agent broke its sandbox: {error}")
-        return await self._judge(report, tuple(flags))
+        verdict = await self._judge(report, tuple(flags))
+        if any(path in verifier.UNTOUCHABLE for path in changed):
+            verdict = dataclasses.replace(verdict, outcome=Outcome.failed, passed=frozenset())
+        return verdict
 
     async def _judge(self, report: Report, flags: tuple[str, ...]) -> Verdict:
         """The verdict; where nothing can be counted, a verifier without the work is asked too."""

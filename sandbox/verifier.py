@@ -28,7 +28,7 @@ from sandbox.base import (
     SandboxBrokenError,
     TooLargeError,
 )
-from sandbox.environment import environment_of
+from sandbox.environment import environment_of, limits_of
 from sandbox.reports import Report, Source
 from sandbox.task import Task, expand
 
@@ -38,9 +38,11 @@ WIPE = f"rm -rf /tests {LOGS}; mkdir -p /tests {LOGS} && chmod 777 {LOGS}"
 # Shared only: where a verifier's programs come from, compared from outside before and after.
 TOOLCHAIN = (
     *("/bin/bash", "/bin/sh", "/usr/bin/env", "/usr/bin/python3", "/usr/bin/curl"),
-    *("/usr/local/bin", "/usr/local/sbin", "/opt/verifier/bin", "/root/.local/bin"),
-    *("/etc/ld.so.preload", "/etc/profile", "/etc/environment", "/root/.bashrc", "/root/.profile"),
+    *("/usr/local/bin", "/usr/local/sbin", "/root/.local/bin"),
+    *("/etc/profile", "/etc/environment", "/root/.bashrc", "/root/.profile"),
 )
+# Places that no work has a reason to change: a change there counts as failed.
+UNTOUCHABLE = ("/opt/verifier", "/etc/ld.so.preload")
 MAX_TOOLCHAIN_BYTES = 256 * 2**20
 MAX_LOGS_BYTES = 128 * 2**20
 FORBIDDEN_STATE = ("/tests", "/logs", "/opt/verifier", "/usr", "/bin", "/lib", "/etc/ld.so.preload")
@@ -86,7 +88,7 @@ async def save_state(task: Task, box: Sandbox, workdir: str) -> State:
     """Copies what a fresh verifier is to see; what cannot be copied is a problem of the agent's."""
     archives: list[tuple[str, Archive]] = []
     problems = []
-    limit = environment_of(task).limits.storage_mb * 2**20
+    limit = limits_of(task).storage_mb * 2**20
     for path in state_paths(task, workdir):
         try:
             archive = await box.read_archive(path, max_bytes=limit)
@@ -128,7 +130,7 @@ def _is_link(archive: Archive) -> bool:
 
 async def run_fresh(task: Task, backend: Backend, state: State, logs: Path) -> Report:
     """The report of a new sandbox that holds the agent's state; NO_STATE is nobody's work."""
-    async with backend.sandbox(environment_of(task)) as box:
+    async with backend.sandbox(environment_of(task, backend.name)) as box:
         for path, archive in state.archives:
             archive.file.seek(0)
             await box.exec_once(
@@ -174,7 +176,7 @@ def unusable(problem: str) -> Report:
 async def fingerprint(box: Sandbox) -> dict[str, str]:
     """A digest of each place of the toolchain, read from outside the sandbox."""
     found = {}
-    for path in TOOLCHAIN:
+    for path in (*TOOLCHAIN, *UNTOUCHABLE):
         try:
             archive = await box.read_archive(path, max_bytes=MAX_TOOLCHAIN_BYTES)
         except (FileNotFoundError, TooLargeError) as error:
