@@ -142,9 +142,11 @@ class DockerMachine:
         stream = await engine.attach(self.name)
         try:
             await engine.call("start", lambda: engine.client.api.start(self.name))
-        except docker.errors.APIError as error:
+        except BaseException as error:
             await stream.close()
-            raise self._cannot_start(image, str(error.explanation)) from error
+            if isinstance(error, docker.errors.APIError):
+                raise self._cannot_start(image, str(error.explanation)) from error
+            raise
         self._watch = asyncio.create_task(self._watch_storage(engine))
         return stream
 

@@ -14,12 +14,14 @@ import os
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import docker
 import docker.errors
+import requests
 import requests.exceptions
+import urllib3.exceptions
 from docker import DockerClient
 from docker.utils import kwargs_from_env
 
@@ -34,6 +36,13 @@ CONNECT_TIMEOUT_S = 30.0
 SUSPECT_S = 30.0
 FRAME_HEADER_BYTES = 8
 
+# What the SDK raises when a connection fails or breaks off; streams raise urllib3's own errors.
+BROKEN = (
+    docker.errors.DockerException,
+    requests.exceptions.RequestException,
+    urllib3.exceptions.HTTPError,
+    OSError,
+)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -92,6 +101,20 @@ class Engine:
             )  # fmt: skip
         return self._client
 
+    @contextlib.contextmanager
+    def connection(
+        self, *, timeout_s: float
+    ) -> Iterator[tuple[docker.APIClient, list[requests.Response]]]:
+        """A client of one's own for a long stream, and the responses it got, to be closed."""
+        tls = kwargs_from_env().get("tls", False)
+        api = docker.APIClient(base_url=self.url, version="auto", timeout=timeout_s, tls=tls)
+        responses: list[requests.Response] = []
+        api.hooks["response"].append(lambda response, **_: responses.append(response))
+        try:
+            yield api, responses
+        finally:
+            api.close()
+
     async def call(self, what: str, function: Callable[P, R], *args: P.args, **kw: P.kwargs) -> R:
         """The function's result; InfraError, with `what` was asked, where the engine fails.
 
@@ -109,8 +132,8 @@ class Engine:
             if error.is_client_error():
                 raise
             raise InfraError(f"{self.url}: {what}: {error}") from error
-        except (docker.errors.DockerException, requests.exceptions.RequestException, OSError) as e:
-            raise InfraError(f"{self.url}: {what}: {type(e).__name__}: {e}") from e
+        except BROKEN as error:
+            raise InfraError(f"{self.url}: {what}: {type(error).__name__}: {error}") from error
 
     def failed(self) -> None:
         """Remembers a failure: others are taken before it for a while."""
@@ -130,21 +153,16 @@ class Engine:
 
     async def attach(self, container: str) -> "AttachedStream":
         """Standard input and output of a container that has not started yet."""
-        path = f"/containers/{container}/attach?stream=1&stdin=1&stdout=1"
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await self._connect()
-                writer.write(
-                    f"POST {path} HTTP/1.1\r\nHost: docker\r\nConnection: Upgrade\r\n"
-                    "Upgrade: tcp\r\nContent-Length: 0\r\n\r\n".encode()
-                )
-                head = await reader.readuntil(b"\r\n\r\n")
+                try:
+                    await _upgrade(reader, writer, f"/containers/{container}/attach")
+                except BaseException:
+                    writer.close()
+                    raise
         except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
             raise InfraError(f"{self.url}: attach: {type(error).__name__}: {error}") from error
-        status = head.split(b" ", 2)[1]
-        if status not in (b"101", b"200"):
-            writer.close()
-            raise InfraError(f"{self.url}: attach: HTTP status {status.decode()}")
         return AttachedStream(reader, writer)
 
     def close(self) -> None:
@@ -163,6 +181,17 @@ class Engine:
             if tls and tls.cert:
                 context.load_cert_chain(*tls.cert)
         return await asyncio.open_connection(parts.hostname, parts.port or 2375, ssl=context)
+
+
+async def _upgrade(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str) -> None:
+    """Turns an HTTP connection into the container's own stream."""
+    writer.write(
+        f"POST {path}?stream=1&stdin=1&stdout=1 HTTP/1.1\r\nHost: docker\r\n"
+        "Connection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0\r\n\r\n".encode()
+    )
+    head = await reader.readuntil(b"\r\n\r\n")
+    if (status := head.split(b" ", 2)[1]) not in (b"101", b"200"):
+        raise OSError(f"HTTP status {status.decode()}")
 
 
 class AttachedStream:

@@ -12,11 +12,13 @@ import os
 import random
 import stat
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import docker.errors
+import requests.exceptions
+import urllib3.exceptions
 
 from sandbox.base import BuildError, Environment, InfraError
 from sandbox.engine import Engine
@@ -78,13 +80,26 @@ async def _build(engine: Engine, environment: Environment, tag: str, network: st
 
 
 def _build_blocking(engine: Engine, environment: Environment, tag: str, network: str) -> None:
-    """Follows the build's messages; leaving the stream makes the engine stop building."""
-    deadline = time.monotonic() + environment.build_timeout_s
-    messages = engine.client.api.build(
-        path=str(environment.context), tag=tag, rm=True, forcerm=True, decode=True,
-        network_mode=network, labels={"t1jax.task": environment.name},
-    )  # fmt: skip
+    """Follows the build's messages; closing the connection makes the engine stop building."""
     log: list[str] = []
+    with engine.connection(timeout_s=environment.build_timeout_s) as (api, responses):
+        try:
+            messages = api.build(
+                path=str(environment.context), tag=tag, rm=True, forcerm=True, decode=True,
+                network_mode=network, labels={"t1jax.task": environment.name},
+            )  # fmt: skip
+            _follow(messages, environment, log)
+        except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError) as error:
+            if "timed out" not in str(error):
+                raise
+            raise BuildError(_failed(environment, _too_long(environment), log)) from error
+        finally:
+            for response in responses:
+                response.close()
+
+
+def _follow(messages: Iterable[dict[str, Any]], environment: Environment, log: list[str]) -> None:
+    deadline = time.monotonic() + environment.build_timeout_s
     finished = False
     for message in messages:
         log += str(message.get("stream", "")).splitlines()
@@ -92,11 +107,13 @@ def _build_blocking(engine: Engine, environment: Environment, tag: str, network:
         if "error" in message:
             raise BuildError(_failed(environment, str(message["error"]), log))
         if time.monotonic() > deadline:
-            messages.close()
-            reason = f"took longer than {environment.build_timeout_s:g} s"
-            raise BuildError(_failed(environment, reason, log))
+            raise BuildError(_failed(environment, _too_long(environment), log))
     if not finished:
-        raise InfraError(f"{engine.url}: the build of {environment.name} was cut off")
+        raise InfraError(f"the build of {environment.name} was cut off")
+
+
+def _too_long(environment: Environment) -> str:
+    return f"it took longer than {environment.build_timeout_s:g} s"
 
 
 def _failed(environment: Environment, reason: str, log: list[str]) -> str:

@@ -31,8 +31,8 @@ class EngineProcess:
     def __init__(self, folder: Path):
         self.folder = folder
         name = hashlib.sha256(str(folder).encode()).hexdigest()[:12]
-        self.socket = Path(f"/tmp/t1jax-engine-{name}.sock")  # a path of a socket must be short
-        self.url = f"unix://{self.socket}"
+        self.sockets = Path(f"/tmp/t1jax-engine-{name}")  # a path of a socket must be short
+        self.url = f"unix://{self.sockets}/docker.sock"
 
     @property
     def pid(self) -> int:
@@ -51,9 +51,12 @@ class EngineProcess:
                 "run ./setup_sandbox.sh as root, or leave these tests out with -m 'not docker'"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "pid").unlink(missing_ok=True)
+        self.sockets.mkdir(mode=0o700, exist_ok=True)
+        for stale in (self.folder / "pid", self.sockets / "exec/containerd/containerd.pid"):
+            stale.unlink(missing_ok=True)  # of one that was killed
         with open(self.folder / "log", "ab") as log:
-            subprocess.Popen(self._command(), stdout=log, stderr=log, start_new_session=True)
+            daemon = subprocess.Popen(self._command(), stdout=log, stderr=log, process_group=0)
+        daemon.returncode = 0  # it is ended by its number, maybe by another process
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.answers():
             if time.monotonic() > deadline:
@@ -73,22 +76,22 @@ class EngineProcess:
         os.kill(pid, how)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while self.pid and time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
             time.sleep(0.05)
+        with contextlib.suppress(ChildProcessError):  # of another test process, then
+            os.waitpid(pid, 0)
 
     def stop(self) -> None:
         """Ends it in order, its containers included."""
         self.kill(signal.SIGTERM)
         self.kill()
-        self.socket.unlink(missing_ok=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
     def _command(self) -> list[str]:
         return [
             "dockerd",
             f"--host={self.url}",
             f"--data-root={self.folder / 'data'}",
-            f"--exec-root={self.folder / 'exec'}",
+            f"--exec-root={self.sockets / 'exec'}",
             f"--pidfile={self.folder / 'pid'}",
             "--bridge=none",
             "--iptables=false",
@@ -200,3 +203,12 @@ class Boxes:
 def boxes(kind: str, endpoints: str) -> Boxes:
     """`boxes.run(use)` calls `use(box)` with a sandbox of each back end in turn."""
     return Boxes(kind, endpoints)
+
+
+@pytest.fixture
+def own_engine(tmp_path: Path) -> Iterator[EngineProcess]:
+    """An engine of one test's own, which it may kill."""
+    process = EngineProcess(tmp_path / "engine")
+    process.start()
+    yield process
+    process.stop()
