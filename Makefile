@@ -32,7 +32,8 @@ lint: venv
 	$(VENV)/bin/mypy
 
 bench: venv
-	@for file in tests/benchmarks/model.py tests/benchmarks/conversion.py; do \
+	@for file in tests/benchmarks/model.py tests/benchmarks/conversion.py \
+	    tests/benchmarks/sandboxes.py; do \
 	    echo "== $$file"; $(VENV)/bin/python "$$file" || exit 1; \
 	done
 

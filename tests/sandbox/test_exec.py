@@ -261,7 +261,7 @@ def test_300_commands_in_one_trial_take_two_milliseconds_each(boxes):
             done = await box.exec(f"echo {i}", timeout_s=10)
             assert outcome(done) == (f"{i}\n", 0)
             seconds.append(done.seconds)
-        assert sorted(seconds)[150] < 0.010  # 0.002 on a quiet machine: tests/benchmarks/sandbox.py
+        assert sorted(seconds)[150] < 0.010  # on a busy machine, too
 
     boxes.run(use)
 
