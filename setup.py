@@ -32,9 +32,13 @@ EXTRAS = {
         "torch>=2.13.0",  # runs the reference; see constraints.txt
         "transformers>=5.24",  # the reference: the first release whose cached forward is right
     ],
+    "harbor": [
+        "harbor>=0.25; python_version >= '3.12'",  # hosted sandboxes: Daytona, Modal, E2B …
+    ],
     "test": [
         "pytest-xdist>=3.6",  # on every core
         "hypothesis>=6.120",  # properties over generated inputs
+        "jinja2>=3.1",  # the published chat templates, which ours are compared with
         "psutil>=6.1",  # memory that a test or benchmark used
         "ruff>=0.17",  # lint
         "mypy>=1.15",  # types

@@ -1,7 +1,8 @@
-"""Recorded routes on the host: their checks, and the dispatch plans that follow from them.
+"""Recorded routes on the host: their type, checks and merging, and the dispatch plans they imply.
 
-Routes are [L, B, T, C] expert ids. Which rows were recorded is a mask, never an id; files may mark
-a missing row with -1, which `split_missing` turns into the mask. Knows nothing of devices.
+A record holds routes as [T, L, C]: token, layer, choice; plans take them layer-major, [L, B, T, C].
+Ids are the smallest unsigned type that holds E - 1. Which tokens were recorded is a mask, never an
+id; engines that mark a missing row with -1 are read by `split_missing`. Knows nothing of devices.
 """
 
 import math
@@ -9,57 +10,132 @@ import math
 import numpy as np
 
 STRATEGIES = ("gather", "ragged_all_to_all")
+BLOCK_TOKENS = 2048  # checked at a time: the copies stay in the processor's cache
+DEAD_ROWS = 32  # with one choice per token, so many zeros in a row mean that nothing was written
 
 
-def split_missing(ids: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """Separates ids from validity: rows of -1 (all C of them) are missing.
+def dtype_for(experts: int) -> np.dtype:
+    """The smallest unsigned type that can name every expert."""
+    return np.min_scalar_type(max(experts - 1, 0))
+
+
+def split_missing(signed: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Separates ids from validity: a row of -1 (all C of them) was not recorded.
+
+    A token counts as recorded where every layer was; with any layer missing the whole token is.
 
     Args:
-      ids: signed integers [..., C]; a row is C distinct ids in 0..experts-1, or C times -1.
+      signed: integers [T, L, C]; a row is C distinct ids in 0..E-1, or C times -1.
       experts: E.
 
     Returns:
-      ids in the smallest unsigned dtype that holds E - 1 (0 where missing), and bool [...] that
-      says which rows were recorded.
+      ids [T, L, C] in the smallest unsigned type (0 where missing), and bool [T].
 
     Raises:
-      ValueError: see `check`.
+      ValueError: a row that mixes -1 with ids, and what `check` refuses.
     """
-    recorded = ~(ids == -1).all(axis=-1)
-    check(ids, experts, recorded)
-    dtype = np.uint8 if experts <= 256 else np.uint16
-    return np.where(recorded[..., None], ids, 0).astype(dtype), recorded
+    absent = signed == -1
+    missing = absent.all(axis=-1)
+    _refuse(absent.any(axis=-1) & ~missing, signed, "only some of its experts")
+    recorded = ~missing.any(axis=-1)
+    ids = narrow(signed, recorded, experts)
+    check(ids, recorded, experts)
+    return ids, recorded
 
 
-def check(ids: np.ndarray, experts: int, recorded: np.ndarray | None = None) -> None:
-    """Refuses routes that cannot be what a router chose, naming row, token and layer.
+def narrow(wide: np.ndarray, recorded: np.ndarray, experts: int, first: int = 0) -> np.ndarray:
+    """Ids [T, L, C] of any integer type in the smallest one; 0 where not recorded.
+
+    Raises:
+      ValueError: an id of a recorded token lies outside 0..E-1, so that the cast would change it.
+    """
+    dtype = dtype_for(experts)
+    if wide.dtype == dtype and recorded.all():
+        return np.ascontiguousarray(wide)
+    outside = ((wide < 0) | (wide >= experts)).any(axis=-1) & recorded[:, None]
+    _refuse(outside, wide, f"an expert outside 0..{experts - 1}", first)
+    return np.where(recorded[:, None, None], wide, 0).astype(dtype)
+
+
+def check(ids: np.ndarray, recorded: np.ndarray, experts: int) -> None:
+    """Refuses routes that cannot be what a router chose, naming token and layer.
 
     Args:
-      ids: [L, B, T, C], any integer dtype.
+      ids: [T, L, C], unsigned.
+      recorded: bool [T], tokens that count.
       experts: E.
-      recorded: bool [L, B, T], rows that count; None: all.
 
     Raises:
-      ValueError: an id outside 0..E-1, or a duplicate within a row (a layer that was never written
-        is one: its rows are all zeros).
+      ValueError: an id of E or more, an expert twice in a row, or a layer of zeros throughout,
+        which was never written.
     """
-    recorded = np.ones(ids.shape[:-1], bool) if recorded is None else recorded
-    outside = ((ids < 0) | (ids >= experts)).any(axis=-1) & recorded
-    _refuse(outside, ids, f"an expert outside 0..{experts - 1}")
-    ordered = np.sort(ids, axis=-1)
-    _refuse((ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) & recorded, ids, "an expert twice")
+    _refuse_dead_layers(ids, recorded)
+    for first in range(0, len(ids), BLOCK_TOKENS):
+        block = ids[first : first + BLOCK_TOKENS]
+        counts = recorded[first : first + BLOCK_TOKENS, None]
+        if block.size and int(block.max()) >= experts:
+            outside = (block >= experts).any(axis=-1) & counts
+            _refuse(outside, block, f"an expert outside 0..{experts - 1}", first)
+        _refuse(_with_duplicates(block) & counts, block, "an expert twice", first)
 
 
-def _refuse(bad: np.ndarray, ids: np.ndarray, what: str) -> None:
+def _with_duplicates(block: np.ndarray) -> np.ndarray:
+    """Which rows name an expert twice: all pairs of columns, each contiguous (10x a sort)."""
+    T, L, C = block.shape
+    columns = np.ascontiguousarray(block.reshape(T * L, C).T)
+    twice, equal = np.zeros((2, T * L), bool)
+    for j in range(1, C):
+        for i in range(j):
+            np.equal(columns[i], columns[j], out=equal)
+            np.logical_or(twice, equal, out=twice)
+    return twice.reshape(T, L)
+
+
+def _refuse_dead_layers(ids: np.ndarray, recorded: np.ndarray) -> None:
+    T, _, C = ids.shape
+    if not recorded.any() or not ids.size or (C == 1 and T < DEAD_ROWS):
+        return
+    first = int(np.argmax(recorded))
+    for layer in np.flatnonzero(~ids[first].any(axis=-1)):
+        if not ids[recorded, layer].any():
+            raise ValueError(
+                f"routes: layer {layer} is 0 from token {first} on, for all {int(recorded.sum())} "
+                "recorded tokens: it was never written. Check that the recorder covers every layer"
+            )
+
+
+def _refuse(bad: np.ndarray, ids: np.ndarray, what: str, first: int = 0) -> None:
     if not bad.any():
         return
-    layer, row, token = (int(i) for i in np.argwhere(bad)[0])
+    token, layer = (int(i) for i in np.argwhere(bad)[0])
     raise ValueError(
-        f"routes: row {row}, token {token}, layer {layer} names {what}: "
-        f"{ids[layer, row, token].tolist()} ({int(bad.sum())} such rows in all); expected "
-        f"{ids.shape[-1]} distinct expert ids. Check the recorder, and that axes are "
+        f"routes: token {first + token}, layer {layer} names {what}: {ids[token, layer].tolist()}; "
+        f"expected {ids.shape[-1]} distinct expert ids. Check the recorder, and that axes are "
         "[token, layer, choice]"
     )
+
+
+def merge(
+    earlier: tuple[np.ndarray, np.ndarray], later: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Routes of one stream from two requests, the later of which began with the earlier's tokens.
+
+    A row that both have stays the earlier's: its log-probs were computed with it. The row of the
+    last token that the earlier request sampled comes from the later, which read it first.
+
+    Args:
+      earlier, later: (ids [T, L, C], recorded [T]); the later has at least as many rows.
+    """
+    (ids, recorded), (later_ids, later_recorded) = earlier, later
+    if len(ids) > len(later_ids) or ids.shape[1:] != later_ids.shape[1:]:
+        raise ValueError(
+            f"routes of shape {ids.shape} are no beginning of routes of shape {later_ids.shape}; "
+            "expected the later request to hold at least the earlier one's rows"
+        )
+    merged, merged_recorded = later_ids.copy(), later_recorded.copy()
+    merged[: len(ids)][recorded] = ids[recorded]
+    merged_recorded[: len(ids)] |= recorded
+    return merged, merged_recorded
 
 
 def plan_dispatch(

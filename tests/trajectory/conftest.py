@@ -1,0 +1,34 @@
+"""Tokenizers: the published one (248,044 words and 33 added tokens) and init-tiny's."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from t1jax.checkpoint.init_tiny import SIZES, train_tokenizer
+from t1jax.trajectory.chat import Chat
+
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "chat"
+
+
+@pytest.fixture(scope="session")
+def published() -> Tokenizer:
+    return Tokenizer.from_str(
+        gzip.decompress((PUBLISHED / "qwen35_tokenizer.json.gz").read_bytes()).decode()
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Tokenizer:
+    return train_tokenizer(SIZES["tiny"].vocab)
+
+
+@pytest.fixture(scope="session")
+def chat(published) -> Chat:
+    return Chat(published)
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tiny) -> Chat:
+    return Chat(tiny)
