@@ -229,7 +229,7 @@ class Backend(Protocol):
 
 
 def make_backend(name: str, *, run_id: str = "", endpoints: str = "") -> Backend:
-    """The back end of this name (docker, local), for sandboxes that belong to one run.
+    """The back end of this name (docker, local, harbor:TYPE), for sandboxes that belong to one run.
 
     `endpoints`: engines as "URL=CAPACITY,…"; empty means DOCKER_HOST or the local engine.
     """
@@ -241,4 +241,9 @@ def make_backend(name: str, *, run_id: str = "", endpoints: str = "") -> Backend
         from sandbox.docker import DockerBackend
 
         return DockerBackend(run_id=run_id, endpoints=endpoints)
-    raise UserError(f"no sandbox back end {name!r}; there are docker and local")
+    kind, _, harbor_type = name.partition(":")
+    if kind == "harbor" and harbor_type:
+        from sandbox.harbor import HarborBackend
+
+        return HarborBackend(harbor_type, run_id=run_id)
+    raise UserError(f"no sandbox back end {name!r}; there are docker, local and harbor:TYPE")
