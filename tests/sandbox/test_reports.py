@@ -62,7 +62,7 @@ def test_assertions_that_the_oracle_did_not_have_earn_nothing(tmp_path):
 
 
 def test_a_name_that_occurs_twice_passes_only_if_it_passed_twice(tmp_path):
-    twice = ctrf(("a", "passed"), ("a", "failed"), ("b", "passed"), ("b", "passed"))
+    twice = ctrf(("a", "failed"), ("a", "passed"), ("b", "passed"), ("b", "passed"))
     verdict = judged(tmp_path, ctrf_json=twice, reward_txt="0")
     assert (verdict.passed, verdict.total) == (frozenset("b"), 2)
 
@@ -129,7 +129,10 @@ BROKEN = {
     "empty JSON": {"reward_json": "{}"},
     "a list": {"reward_json": "[1]"},
     "a broken reward.json beside a reward.txt": {"reward_json": "{", "reward_txt": "1"},
-    "entities": {"junit_xml": '<!DOCTYPE x [<!ENTITY a "b">]><testsuite/>', "reward_txt": "1"},
+    "entities": {
+        "junit_xml": '<!DOCTYPE x [<!ENTITY a "b">]><testsuite><testcase name="&a;"/></testsuite>',
+        "reward_txt": "1",
+    },
     "half a JUnit": {"junit_xml": "<testsuite><testcase", "reward_txt": "1"},
 }
 

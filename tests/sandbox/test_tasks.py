@@ -9,7 +9,7 @@ import pytest
 
 from sandbox import task as tasks
 from sandbox.tasks.compose import STEPS_OF_LEVEL
-from sandbox.tasks.draw import Split
+from sandbox.tasks.draw import FIRST, SECOND, Split, names_of, split_of_name
 from sandbox.tasks.families import FAMILIES
 from sandbox.tasks.make import make, split_counts
 from t1jax.errors import UserError
@@ -83,6 +83,17 @@ def test_splits_share_no_parameter(loaded, tmp_path, parameter):
     }
     for first, second in itertools.combinations(Split, 2):
         assert used[first] and used[first].isdisjoint(used[second])
+
+
+def test_every_word_occurs_in_every_split_and_a_names_split_never_changes():
+    for split in Split:
+        words = {word for name in names_of(split) for word in name.split("_")}
+        assert words == {*FIRST, *SECOND}
+    assert [split_of_name(name) for name in ("red_fox", "red_seed", "tiny_rain")] == [
+        Split.train,
+        Split.validation,
+        Split.test,
+    ]
 
 
 def test_no_two_tasks_ask_the_same(loaded):

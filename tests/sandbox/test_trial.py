@@ -129,6 +129,14 @@ def test_forgeries_gain_nothing(trial, tmp_path, verification):
     assert (result.outcome, result.verdict.passed) == (Outcome.failed, frozenset())
 
 
+def test_what_an_agent_leaves_in_the_logs_takes_no_part(trial, tmp_path):
+    """Not even against itself: shared verification starts from an empty directory."""
+    agent = Script((*SOLVE, "echo '{' > /logs/verifier/ctrf.json"))
+    config = TrialConfig(verification="shared")
+    result = trial(task_of(tmp_path / "task"), agent, config=config)
+    assert (result.outcome, result.verdict.flags) == (Outcome.solved, ())
+
+
 @pytest.mark.parametrize("verification", ["fresh", "shared"])
 def test_the_cheat_gains_nothing(trial, tmp_path, verification):
     """On a shipped task; tests of the audit run it on all families."""
