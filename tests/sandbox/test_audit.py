@@ -87,6 +87,22 @@ def test_60_generated_tasks_are_accepted_and_the_cheat_gains_0_on_every_family(t
     assert "60 tasks" in capsys.readouterr().out
 
 
+@pytest.mark.docker
+def test_generated_tasks_are_accepted_on_docker_too(tmp_path, engine):
+    """From the image that their Dockerfile makes: a set-up script, modes, and collecting."""
+    make(tmp_path / "made", seed=5, count=3, families=("git", "permissions", "script"), levels=(2,))
+    commands.audit(
+        str(tmp_path / "made"),
+        sandbox="docker",
+        endpoints=engine,
+        jobs=3,
+        out=str(tmp_path / "audit.jsonl"),
+        config=TrialConfig(),
+    )
+    records = audit_file.read(tmp_path / "audit.jsonl")
+    assert [(r.decision, r.reasons, r.cheat_gained) for r in records] == [("accept", [], 0.0)] * 3
+
+
 # A test whose name is another in each run: every run passes, and no two agree.
 NAMED_BY_CHANCE = """#!/bin/bash
 echo "{\\"check_$RANDOM$RANDOM\\": 1}" > /logs/verifier/reward.json
