@@ -276,6 +276,14 @@ echo 1 > /logs/verifier/reward.txt
     assert (result.folder / "verifier/mode").read_text().split() == ["750", "a.txt", "1"]
 
 
+def test_a_link_in_the_place_of_the_work_is_not_followed(trial, tmp_path):
+    """The verifier would otherwise see what the link leads to in its own sandbox."""
+    agent = Script((*SOLVE, "cp -r /app /tmp/x; cd /; rm -rf /app; ln -s /tmp/x /app"))
+    result = trial(task_of(tmp_path / "task"), agent)
+    assert (result.outcome, result.verdict.passed) == (Outcome.failed, frozenset())
+    assert "/app is a link, which is not followed" in result.verdict.flags
+
+
 def test_the_denominator_of_an_audit_holds_in_a_trial(tmp_path):
     baseline = Baseline(oracle_passed=frozenset("abcd"), nop_passed=frozenset("a"))
     task = task_of(tmp_path / "task")
