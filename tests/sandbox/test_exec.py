@@ -7,9 +7,21 @@ import time
 import psutil
 import pytest
 
+from sandbox import cgroups
 from sandbox.base import TIMEOUT_EXIT_CODE, ExecResult, InfraError, SandboxBrokenError
 
 MIB = 1 << 20
+FORKS = """
+import os, time
+count = 0
+try:
+    while True:
+        os.fork() or (time.sleep(300), os._exit(0))
+        count += 1
+except BlockingIOError:
+    print(count)
+"""
+GRAB = "python3 -c \"x = b'x' * (600 << 20); print('got', 'it')\""
 
 
 def outcome(result: ExecResult) -> tuple[str, int]:
@@ -193,13 +205,24 @@ def test_many_files_that_fill_a_disk_end_a_container(boxes):
 
 
 def test_memory_is_limited(boxes):
-    grab = "python3 -c \"x = b'x' * (600 << 20); print('got', 'it')\""
-
     async def use(box):
-        done = await box.exec(grab, timeout_s=30)
+        done = await box.exec(GRAB, timeout_s=30)
         assert done.exit_code != 0 and "got it" not in done.output
         assert outcome(await box.exec("echo alive", timeout_s=10)) == ("alive\n", 0)
 
+    boxes.run(use)
+
+
+@pytest.mark.parametrize("kind", ["local"])
+def test_without_control_groups_processes_and_their_memory_are_limited(boxes, monkeypatch):
+    async def use(box):
+        done = await box.exec(f"python3 -c '{FORKS}'", timeout_s=20)
+        assert 40 < int(done.output) <= 64
+        await box.end_processes()
+        done = await box.exec(GRAB, timeout_s=30)
+        assert "MemoryError" in done.output
+
+    monkeypatch.setattr(cgroups, "make_group", lambda name, limits: None)
     boxes.run(use)
 
 
@@ -216,7 +239,7 @@ def test_a_shell_outlives_the_programs_that_an_agent_deletes(boxes):
 
 
 def test_end_processes_leaves_nothing_of_the_agent(boxes):
-    daemons = "for i in 1 2 3; do (setsid nohup sleep 99$i >/dev/null 2>&1 &); done; trap '' TERM"
+    daemons = "trap '' TERM; for i in 1 2 3; do (setsid nohup sleep 99$i >/dev/null 2>&1 &); done"
 
     async def use(box):
         await box.exec(daemons, timeout_s=10)

@@ -47,6 +47,7 @@ def test_nothing_of_the_host_but_its_programs_can_be_read(boxes, tmp_path):
         "cat /var/run/docker.sock /run/docker.sock",
         "grep -z '[p]ytest' /proc/[0-9]*/cmdline",
         "mount -t tmpfs none /mnt",
+        "unshare --user true",
         "unshare --user --map-root-user true",
         "unshare --mount true",
         "mknod /tmp/disk b 254 0 && head -c1 /tmp/disk",
