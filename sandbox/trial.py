@@ -187,7 +187,9 @@ class _Trial:
         async with self._opened(self.backend.sandbox(environment)) as box:
             workdir = self.task.workdir if self.task.knows_workdir else await _workdir(box)
             await _healthy(self.task, box)
-            before = {} if fresh else await verifier.fingerprint(box)
+            # Programs of local sandboxes are read-only mounts: nothing to compare.
+            compared = not fresh and self.backend.name != "local"
+            before = await verifier.fingerprint(box) if compared else {}
             with self.watch.stage("agent"):
                 ending, broken = await self._run_agent(box)
             if not fresh:
@@ -248,7 +250,7 @@ class _Trial:
         flags, changed = [broken] if broken else [], list[str]()
         try:
             flags += await verifier.collect(self.task, box)
-            after = await verifier.fingerprint(box)
+            after = await verifier.fingerprint(box) if before else {}
             changed = [path for path in before if before[path] != after[path]]
             flags += [f"the agent changed {', '.join(changed)}"] if changed else []
             report = await verifier.run_shared(self.task, box, logs)
