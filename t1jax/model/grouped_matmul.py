@@ -25,9 +25,6 @@ import jax.numpy as jnp
 BLOCKS_MANY = (256, 128, 64, 32, 16)
 BLOCKS_FEW = (8,)  # decoding: a handful of rows per expert
 FEW_ROWS = 16  # mean rows per expert below which BLOCKS_FEW is used
-# With few rows the loop is bound by reading weights, which one thread does alone: so many loops,
-# each over its share of the experts, run side by side.
-LOOPS_FEW = 2
 
 ROW_PADDING = BLOCKS_MANY[-1]  # rows that the caller appends after the last group
 
@@ -145,28 +142,16 @@ class Blocked:
     def product(self, x_RD, w_EDF, first, sizes_E, transposed):
         groups = _Groups.of(sizes_E)
         blocks = _blocks(x_RD.shape[0], sizes_E.shape[0])
-        if blocks == BLOCKS_MANY[-len(blocks) :]:
-            return self._loop(x_RD, w_EDF, first, sizes_E, transposed, groups, blocks, 0, 1)
-        loops = [
-            self._loop(x_RD, w_EDF, first, sizes_E, transposed, groups, blocks, i, LOOPS_FEW)
-            for i in range(LOOPS_FEW)
-        ]
-        return functools.reduce(jnp.add, loops)
-
-    def _loop(self, x_RD, w_EDF, first, sizes_E, transposed, groups, blocks, start, stride):
-        """The product's rows of every `stride`-th group from `start` on; other rows are zero."""
         contracted = 2 if transposed else 1
         dimensions = (((1,), (contracted - 1,)), ((), ()))
 
         def visit_expert(i, y_RF):
-            expert = groups.order_E[start + i * stride]
+            expert = groups.order_E[i]
             w_DF = jax.lax.dynamic_index_in_dim(w_EDF, first + expert, keepdims=False)
             end = groups.end_E[expert]
 
             def visit_block(row, size, y_RF):
                 block = jax.lax.dynamic_slice_in_dim(x_RD, row, size)
-                if stride > 1:  # another loop owns the rows of the next group
-                    block = jnp.where((row + jnp.arange(size) < end)[:, None], block, 0)
                 done = jax.lax.dot_general(
                     block, w_DF.astype(block.dtype), dimensions,
                     preferred_element_type=x_RD.dtype,
@@ -176,8 +161,7 @@ class Blocked:
             return _for_each_block(end - sizes_E[expert], end, blocks, visit_block, y_RF)
 
         y_RF = jnp.zeros((x_RD.shape[0], w_EDF.shape[3 - contracted]), x_RD.dtype)
-        count = (groups.filled - start + stride - 1) // stride
-        return jax.lax.fori_loop(0, count, visit_expert, y_RF)
+        return jax.lax.fori_loop(0, groups.filled, visit_expert, y_RF)
 
     def weight_gradient(self, x_RD, dy_RF, sizes_E):
         groups = _Groups.of(sizes_E)

@@ -61,7 +61,11 @@ def make_mesh(shape: str = "", devices: list[jax.Device] | None = None) -> Mesh:
         sizes[axis.strip()] = int(size)
     count = math.prod(sizes.values())
     if count > len(devices):
-        raise ValueError(f"mesh {shape!r} needs {count} devices; {len(devices)} are present")
+        message = f"mesh {shape!r} needs {count} devices; {len(devices)} are present"
+        if devices[0].platform == "cpu":
+            flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            message += f"; on CPU set {flag}"
+        raise ValueError(message)
     return jax.make_mesh(
         tuple(sizes.values()),
         MESH_AXES,

@@ -174,14 +174,29 @@ def decode(pace: Pace) -> Iterator[Figure]:
                 {
                     "ours": ours.prepare("ours", "decode", rows=rows),
                     "reference": reference.prepare("reference", "decode", rows=rows, **kernels),
+                    "read": ours.prepare("read", "read"),
                 },
                 pace,
             )
+            step_bytes = ours.ask("call", "decode_bytes", arguments={"rows": rows})
+            read_bytes = ours.ask("call", "read_bytes")
+        # Seconds in which the step's weights are read at the measured rate, over a step's seconds.
+        shares = {
+            name: [x * step_bytes / read_bytes * DECODE_STEPS for x in rounds.ratio("read", name)]
+            for name in ("ours", "reference")
+        }
         per_step = {name: 1e3 * rounds.median(name) / DECODE_STEPS for name in rounds.seconds}
         yield at_least(
             f"decode step at batch {rows}: our speed / reference",
             rounds.ratio("reference", "ours"), target, rounds,
             f"{per_step['ours']:.1f} ms, reference {per_step['reference']:.1f} ms",
+        )
+        limit = statistics.median(shares["reference"])
+        yield at_least(
+            f"decode step at batch {rows}: share of the rate of reading weights", shares["ours"],
+            0.6 if rows == 16 else None, rounds,
+            f"{step_bytes / 1e6:.0f} MB at {read_bytes / rounds.median('read') / 1e9:.0f} GB/s; "
+            f"at that rate alone: {1 / limit:.2f} x the reference",
         )
 
 

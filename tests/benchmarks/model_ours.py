@@ -23,7 +23,8 @@ from t1jax.model.grouped_matmul import ROW_PADDING, grouped_matmul
 from t1jax.model.moe import Replay, make_plan
 from t1jax.model.qwen3_5 import Qwen3_5, abstract_params, bind, forward, init_params
 
-RUN = default_execution(dtype="float32", remat="none")
+RUN = default_execution(dtype="float32", remat="dots")
+jit = functools.partial(jax.jit, compiler_options=RUN.compiler_options)
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def forward_task(variant: str = "live", with_routes: bool = False) -> Task:
     """Logits of the batch and nothing else, or also the routes used."""
     model, params, tokens_BT = subject()
 
-    @jax.jit
+    @jit
     def logits(params, tokens_BT, given):
         output = forward(model, params, tokens_BT, run=RUN, **given)
         logits_BTV = bind(model, params).head(output.hidden_BTD, RUN)
@@ -77,7 +78,7 @@ def loss_and_gradients(model):
         hidden_BTD = bound(tokens_BT, run=RUN, **given).hidden_BTD
         return bound.head.logprobs(hidden_BTD, jnp.roll(tokens_BT, -1, axis=1), RUN).mean()
 
-    return jax.jit(jax.value_and_grad(loss))
+    return jit(jax.value_and_grad(loss))
 
 
 def train_task(variant: str = "live") -> Task:
@@ -112,7 +113,7 @@ class Decode:
             logits_BTV = bind(model, params).head(output.hidden_BTD[:, -1:], RUN)
             return logits_BTV.argmax(axis=-1).astype(jnp.int32), output.cache
 
-        self.read = jax.jit(read, donate_argnums=2)
+        self.read = jit(read, donate_argnums=2)
         self.empty = functools.partial(empty_cache, model.config, rows, CAPACITY, "float32")
         self.length = CAPACITY
 
@@ -132,6 +133,38 @@ class Decode:
 def decode_task(rows: int) -> Task:
     decode = Decode(rows)
     return Task(run=decode.run, before=decode.make_room)
+
+
+def decode_bytes(rows: int) -> int:
+    """Weights that a decoding step must read: all but the embedding and experts not chosen."""
+    model, params, tokens_BT = subject()
+    tokens_B1 = jnp.tile(tokens_BT[:, :1], (-(-rows // ROWS), 1))[:rows]
+    tokens_B1 = (tokens_B1 + jnp.arange(rows)[:, None]) % model.config.vocab
+    ids_LBTC = jax.jit(lambda p, t: forward(model, p, t, run=RUN).routes_LBTC)(params, tokens_B1)
+    chosen = sum(len(np.unique(ids)) for ids in np.asarray(ids_LBTC))
+    experts = [
+        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params["groups"])
+        if path[-1].key in ("gate_up", "down")
+    ]
+    held = model.config.layers * model.config.moe.experts
+    dense = parameters() - params["embed"].size - sum(leaf.size for leaf in experts)
+    return 4 * (dense + sum(leaf.size for leaf in experts) * chosen // held)
+
+
+def read_task() -> Task:
+    """Reads every expert weight once and adds it up: the rate at which weights can be read."""
+    experts = [
+        layer["moe"][name] for layer in subject()[1]["groups"].values()
+        for name in ("gate_up", "down")
+    ]
+    total = jax.jit(lambda leaves: sum(leaf.sum() for leaf in leaves))
+    return Task(run=lambda: total(experts).block_until_ready(), repeats=3)
+
+
+def read_bytes() -> int:
+    """What `read_task` reads in one run."""
+    layers = subject()[1]["groups"].values()
+    return sum(layer["moe"][name].nbytes for layer in layers for name in ("gate_up", "down"))
 
 
 def plain_task(rows: int, inner: int, outer: int) -> Task:
@@ -160,7 +193,7 @@ def grouped_task(experts: int, inner: int, outer: int, gradient: bool) -> Task:
         y_RF, pull = jax.vjp(product, x_RD, w)
         return y_RF, pull(dy_RF)
 
-    run = jax.jit(gradients if gradient else product)
+    run = jit(gradients if gradient else product)
     return Task(run=lambda: jax.block_until_ready(run(x_RD, w)), repeats=3)
 
 
@@ -175,7 +208,7 @@ def compile_task(layers: int, gradient: bool) -> Task:
         return bind(model, params).head(hidden_BTD, RUN)
 
     def run():
-        function = loss_and_gradients(model) if gradient else jax.jit(logits)
+        function = loss_and_gradients(model) if gradient else jit(logits)
         function.lower(params, tokens_BT, {}).compile()
 
     return Task(run=run, before=jax.clear_caches, warm_up=1)
@@ -186,7 +219,11 @@ if __name__ == "__main__":
     serve(
         {
             "forward": forward_task, "train": train_task, "decode": decode_task,
-            "plain": plain_task, "grouped": grouped_task, "compile": compile_task,
+            "plain": plain_task, "read": read_task, "grouped": grouped_task,
+            "compile": compile_task,
         },
-        {"parameters": parameters, "train_memory": train_memory},
+        {
+            "parameters": parameters, "train_memory": train_memory,
+            "decode_bytes": decode_bytes, "read_bytes": read_bytes,
+        },
     )

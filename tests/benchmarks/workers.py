@@ -114,6 +114,9 @@ class Worker:
             "JAX_PLATFORMS": "cpu",
             "JAX_ENABLE_COMPILATION_CACHE": "false",
             "HF_HUB_OFFLINE": "1",
+            # Both sides get huge pages: a step that takes gigabytes anew each time otherwise spends
+            # a third of its time on the system's page faults (docs/model.md).
+            "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
         }
         environment.pop("XLA_FLAGS", None)
         self.process = subprocess.Popen(
