@@ -50,13 +50,12 @@ def make_group(name: str, limits: Limits) -> Group | None:
 
 
 def leftovers() -> list[Group]:
-    """Groups of processes that are gone; their sandboxes went with them."""
+    """Groups of processes that are gone, anywhere on this machine; their sandboxes went as well."""
     found = []
-    for parent in {*_version1().values(), *filter(None, [_version2()])}:
-        for directory in parent.glob(f"{PREFIX}*"):
-            owner = directory.name.removeprefix(PREFIX).partition("-")[0]
-            if not Path("/proc", owner).exists():
-                found.append(Group([directory]))
+    for directory in MOUNT.rglob(f"{PREFIX}*"):
+        owner = directory.name.removeprefix(PREFIX).partition("-")[0]
+        if not Path("/proc", owner).exists() and not (directory / "cgroup.procs").read_text():
+            found.append(Group([directory]))
     return found
 
 

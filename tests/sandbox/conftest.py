@@ -84,6 +84,10 @@ class EngineProcess:
         """Ends it in order, its containers included."""
         self.kill(signal.SIGTERM)
         self.kill()
+        for line in Path("/proc/mounts").read_text().splitlines():
+            mounted = line.split()[1]
+            if mounted.startswith((f"{self.sockets}/", f"{self.folder}/")):  # after a kill
+                subprocess.run(["umount", "--lazy", mounted], check=True)
         shutil.rmtree(self.sockets, ignore_errors=True)
 
     def _command(self) -> list[str]:
