@@ -140,7 +140,7 @@ def score(
     model = Qwen3_5(config)
     with written_aside(output, input, shapes, metadata) as writer:
         _, params = open_checkpoint(checkpoint, model, devices, dtype)
-        step = make_step(model, run, with_logits=logits)
+        step = make_step(config, run, with_logits=logits)
         tally = Tally(tokens, writer)
         summary = _score_all(step, params, tokens, buckets, tally, config, run)
     print("\n".join(summary.lines()))
@@ -176,8 +176,10 @@ class Scored(NamedTuple):
 Step = Callable[..., Scored]
 
 
-def make_step(model: Qwen3_5, run: Execution, *, with_logits: bool) -> Step:
+@functools.cache  # a process that scores again with the same sizes traces and compiles nothing
+def make_step(config: ModelConfig, run: Execution, *, with_logits: bool) -> Step:
     """The jitted pass: (params, tokens, valid, replay, plans) -> Scored."""
+    model = Qwen3_5(config)
 
     @functools.partial(jax.jit, compiler_options=run.compiler_options)
     def step(params: Params, tokens_BT: Any, valid_BT: Any, replay: Any, plans: Any) -> Scored:
