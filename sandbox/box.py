@@ -128,7 +128,8 @@ class Box:
         if self._environment.local and self._environment.files is not None:
             await self._write(self._environment.files, self._workdir)
         if self._environment.local and self._environment.setup:
-            await self._set_up(self._environment.setup)
+            in_place = f"cd -- {shlex.quote(self._workdir)}\n{self._environment.setup}"
+            await self._set_up(in_place)
 
     async def stop(self) -> None:
         stopping = asyncio.ensure_future(self._stop())

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from sandbox import archives, cgroups, janitor
-from sandbox.base import Archive, Environment, Network, TooLargeError
+from sandbox.base import Archive, Environment, Network, TooLargeError, make_backend
 from t1jax.errors import UserError
 
 
@@ -237,3 +237,17 @@ def test_an_environment_that_is_not_local_is_refused_with_the_reason():
     assert "user 'agent'" in backend.refusal(Environment(name="x", local=True, user="agent"))
     allowlist = Environment(name="x", local=True, network=Network.ALLOWLIST)
     assert "allowlist" in backend.refusal(allowlist)
+
+
+def test_files_are_there_before_setup_runs_in_the_working_directory(tmp_path):
+    (tmp_path / "start.txt").write_text("one\n")
+
+    async def use():
+        environment = Environment(
+            name="t", local=True, files=tmp_path, setup="cat start.txt > seen; pwd >> seen",
+            workdir="/work here", network=Network.NONE,
+        )  # fmt: skip
+        async with make_backend("local").sandbox(environment) as box:
+            return await box.exec("cat seen", timeout_s=10)
+
+    assert asyncio.run(use()).output == "one\n/work here\n"
