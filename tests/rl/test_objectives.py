@@ -138,8 +138,10 @@ def test_importance_weights_scale_each_token_and_carry_no_gradient():
     mask, _, clean = ragged.batch(1)
     b = {key: x.astype(np.float32) for key, x in clean.items()}
 
-    def loss(new, weighted_by):
-        weights = objectives.truncated_importance_weights(weighted_by, b["old"], mask, 2.0)
+    def loss(new, weighted_by, truncate=True):
+        weights = jnp.exp(weighted_by - b["old"])
+        if truncate:
+            weights = objectives.truncated_importance_weights(weighted_by, b["old"], mask, 2.0)
         return objectives.clipped_policy_loss(
             new, b["old"], b["advantages"], mask, 0.2, weights=weights
         )
@@ -151,6 +153,7 @@ def test_importance_weights_scale_each_token_and_carry_no_gradient():
     weights = np.minimum(np.exp(clean["new"] - clean["old"]), 2.0)
     np.testing.assert_allclose(by_new, plainly * weights, rtol=1e-5, atol=1e-9)
     assert not np.any(np.asarray(by_weights))
+    assert not np.any(np.asarray(jax.grad(loss, argnums=1)(b["new"], b["new"], False)))
 
 
 def test_entropy_of_known_distributions():
