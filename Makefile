@@ -33,7 +33,7 @@ lint: venv
 
 bench: venv
 	@for file in tests/benchmarks/model.py tests/benchmarks/conversion.py \
-	    tests/benchmarks/sandboxes.py; do \
+	    tests/benchmarks/sandboxes.py tests/benchmarks/trajectory.py; do \
 	    echo "== $$file"; $(VENV)/bin/python "$$file" || exit 1; \
 	done
 

@@ -233,9 +233,11 @@ class Recorder:
         self._now.unread = min(self._now.unread, keep)
 
     def finish(self, ending: Ending) -> Trajectory:
-        """The finished record, checked. It takes the memory over: do not append after this."""
+        """The finished record, checked. It takes the memory; the recorder is empty afterwards."""
         streams = [*self._done, self._now] if len(self._now) else self._done
-        return Trajectory(chunks=tuple(map(self._chunk, streams)), ending=ending)
+        trajectory = Trajectory(chunks=tuple(map(self._chunk, streams)), ending=ending)
+        self._done, self._now = [], _Stream(self._shape)
+        return trajectory
 
     def replay(
         self, event: str, facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
