@@ -113,6 +113,30 @@ def test_an_overflowing_ratio_on_the_clipped_side_costs_nothing_and_has_no_gradi
     np.testing.assert_array_equal(gradient, [[0, -0.5]])
 
 
+def test_which_kl_each_estimators_gradient_belongs_to():
+    """Over all four tokens of a policy, weighted by their probability: an exact expectation."""
+    theta = jnp.asarray([0.5, -1.0, 0.2, 1.3])
+    reference = jax.nn.log_softmax(jnp.asarray([-0.3, 0.4, 1.0, 0.1]))
+    chances = jax.nn.softmax(theta)
+
+    def expected_gradient(estimator):
+        def one(theta, token):
+            logprob = jax.nn.log_softmax(theta)[token]
+            return objectives.kl_divergence(logprob, reference[token], True, estimator)
+
+        return sum(chances[a] * jax.grad(one)(theta, a) for a in range(4))
+
+    def kl(theta, forward):
+        logprobs = jax.nn.log_softmax(theta)
+        p, q = (logprobs, reference) if forward else (reference, logprobs)
+        return jnp.sum(jnp.exp(p) * (p - q))
+
+    gradients = {name: expected_gradient(name) for name in objectives.KL_ESTIMATORS}
+    np.testing.assert_allclose(gradients["k1"], np.zeros(4), atol=1e-6)
+    np.testing.assert_allclose(gradients["k2"], jax.grad(kl)(theta, True), atol=1e-6)
+    np.testing.assert_allclose(gradients["k3"], jax.grad(kl)(theta, False), atol=1e-6)
+
+
 def test_clip_fraction_counts_tokens_whose_gradient_the_clip_removes():
     for seed in range(3):
         mask, _, clean = ragged.batch(seed)
