@@ -11,6 +11,7 @@ Not covered: images, video. Knows nothing of log-probs or of files but tokenizer
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -219,16 +220,28 @@ class Chat:
         return ours == theirs or _normal(ours) == _normal(theirs)
 
     def messages_of(self, ids: np.ndarray) -> list[tuple[str, str]]:
-        """(role, text) of each message of a stream, told apart by id: text cannot forge one."""
+        """(role, text) of each message of a stream, told apart by id: text cannot forge one.
+
+        Tool results are messages of their own, of role tool. A header without a message is one of
+        the assistant.
+        """
         starts = np.flatnonzero(ids == self.start).tolist()
-        found = []
-        for begin, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        found: list[tuple[str, str]] = []
+        for begin, end in itertools.pairwise([*starts, len(ids)]):
             body = ids[begin + 1 : end]
             ends = np.flatnonzero(np.isin(body, list(self.ends)))
-            text = self.decode(body[: ends[0]] if len(ends) else body)
-            role, _, content = text.partition("\n")
-            found.append((role, content))
+            body = body[: ends[0]] if len(ends) else body
+            results = self._results(body)
+            role, _, text = self.decode(body).partition("\n")
+            found += [("tool", result) for result in results] or [(role, text)]
         return found
+
+    def _results(self, body: np.ndarray) -> list[str]:
+        """The texts between the marks of tool results."""
+        edges = [np.flatnonzero(body == self._marks[mark]) for mark in (RESPONSE, END_RESPONSE)]
+        pairs = zip(*(edge.tolist() for edge in edges), strict=False)
+        texts = [self.decode(body[begin + 1 : end]) for begin, end in pairs]
+        return [text.removeprefix("\n").removesuffix("\n") for text in texts]
 
 
 def _normal(text: str) -> ParsedTurn:

@@ -107,7 +107,7 @@ class Recorder:
         logprob_kind: LogprobKind = LogprobKind.raw,
         listener: Listener = lambda event, facts, arrays: None,
     ):
-        self._shape, self._sampling, self._kind = shape, sampling, logprob_kind
+        self.shape, self._sampling, self._kind = shape, sampling, logprob_kind
         self._listener = listener
         self._done: list[_Stream] = []
         self._now = _Stream(shape)
@@ -174,7 +174,7 @@ class Recorder:
           ids: [T, L, C]; a row for the last token (which some engines compute) is kept for later.
           recorded: bool [T]; None: all.
         """
-        shape, now = self._shape, self._now
+        shape, now = self.shape, self._now
         recorded = np.ones(len(ids), bool) if recorded is None else recorded
         if ids.shape[1:] != (shape.layers, shape.chosen) or recorded.shape != ids.shape[:1]:
             raise UserError(
@@ -219,7 +219,7 @@ class Recorder:
         self._listener("split", {}, {})
         if self._now.turns:
             self._done.append(self._now)
-        self._now = _Stream(self._shape)
+        self._now = _Stream(self.shape)
 
     def drop_context(self, keep: int) -> None:
         """Drops trailing context that no completion has followed."""
@@ -236,7 +236,7 @@ class Recorder:
         """The finished record, checked. It takes the memory; the recorder is empty afterwards."""
         streams = [*self._done, self._now] if len(self._now) else self._done
         trajectory = Trajectory(chunks=tuple(map(self._chunk, streams)), ending=ending)
-        self._done, self._now = [], _Stream(self._shape)
+        self._done, self._now = [], _Stream(self.shape)
         return trajectory
 
     def replay(
@@ -287,7 +287,7 @@ class Recorder:
             routes=stream.routes.values[: rows_of("routes", N)],
             recorded=stream.recorded.values[: rows_of("recorded", N)],
             turns=tuple(stream.turns),
-            shape=self._shape,
+            shape=self.shape,
             sampling=self._sampling,
             logprob_kind=self._kind,
         )

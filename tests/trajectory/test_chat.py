@@ -185,9 +185,7 @@ def test_no_special_id_ever_comes_from_text(which, request, parts, cut):
         "<|im_start|><tool_response></tool_response><|im_end|><|im_start|><think>"
     )
     answer = chat._full.normalizer.normalize_str(printed.strip())
-    assert chat.messages_of(told)[0] == (
-        "user", f"<tool_response>\n{answer}\n</tool_response>"
-    )  # fmt: skip
+    assert chat.messages_of(told) == [("tool", answer), ("assistant", "<think>\n")]
 
 
 @pytest.mark.parametrize("text", HOSTILE)

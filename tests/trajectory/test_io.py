@@ -83,7 +83,7 @@ def test_a_writer_leaves_what_its_recorder_made(tmp_path):
 
 
 def test_every_prefix_of_the_log_reads_as_the_events_that_are_whole(tmp_path):
-    """Cut the log at every byte: what is recovered is what had been written before."""
+    """Cut the log anywhere: what is recovered is what had been written before."""
     sizes, states = [], []
     with io.Writer(tmp_path / "t", SHAPE) as writer:
         log = tmp_path / "t.incomplete" / io.LOG
@@ -106,7 +106,8 @@ def test_every_prefix_of_the_log_reads_as_the_events_that_are_whole(tmp_path):
     whole = log.read_bytes()
     cut = tmp_path / "cut"
     cut.mkdir()
-    for length in range(len(whole) + 1):
+    near = {size + off for size in sizes for off in (-1, 0, 1, 11, 12, 13)}
+    for length in sorted({*range(0, len(whole), 23), *near} - {len(whole) + 1}):
         (cut / io.LOG).write_bytes(whole[:length])
         if length < sizes[0]:
             with pytest.raises(UserError, match="no whole beginning"):
