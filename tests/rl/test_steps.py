@@ -187,6 +187,23 @@ def scorer_with_routes():
     return score
 
 
+def test_inputs_are_split_by_rows_and_positions_and_plans_by_shard():
+    run = small.execution("data=2,expert=2,context=2")
+    packed = small.pack("unpacked")
+    inputs = actor_inputs("unpacked", packed.routes(run))
+    placed = put(run, inputs)
+    part = lambda x: x.addressable_shards[0].data.shape  # noqa: E731
+    B, T = packed.batch.tokens_BT.shape
+    for leaf in (*jax.tree.leaves(placed.batch), placed.old_logprobs_BT, placed.advantages_BT):
+        assert part(leaf) == (B // 4, T // 2)
+    layers, _, _, chosen = placed.routes.replay.ids_BTC.shape
+    assert part(placed.routes.replay.ids_BTC) == (layers, B // 4, T // 2, chosen)
+    assert placed.routes.replay.ids_BTC.dtype == np.uint8  # widened in the router alone
+    assert part(placed.routes.plans.order_R)[:2] == (layers, 1)
+    recorded = put(run, inputs._replace(routes=packed.routes())).routes.replay.recorded_BT
+    assert part(recorded) == (layers, B // 4, T // 2)
+
+
 # ---- extra terms ---------------------------------------------------------------------------------
 
 
