@@ -87,7 +87,7 @@ class Chat:
     """Reads and writes conversations with one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._full = tokenizer
+        self.tokenizer = tokenizer
         # The same model and rules without added tokens: nothing in a text can name one.
         self._plain = Tokenizer(tokenizer.model)
         for part in ("normalizer", "pre_tokenizer", "decoder"):
@@ -130,7 +130,7 @@ class Chat:
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text of ids, special tokens spelled out; U+FFFD where bytes are no UTF-8."""
-        return self._full.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
 
     def encode(self, pieces: Iterable[Piece]) -> np.ndarray:
         """Structure by id, and the text between as one stretch each."""

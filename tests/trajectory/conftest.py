@@ -13,22 +13,13 @@ PUBLISHED = Path(__file__).parents[1] / "fixtures" / "chat"
 
 
 @pytest.fixture(scope="session")
-def published() -> Tokenizer:
-    return Tokenizer.from_str(
-        gzip.decompress((PUBLISHED / "qwen35_tokenizer.json.gz").read_bytes()).decode()
-    )
+def chat() -> Chat:
+    """The published one's."""
+    packed = (PUBLISHED / "qwen35_tokenizer.json.gz").read_bytes()
+    return Chat(Tokenizer.from_str(gzip.decompress(packed).decode()))
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Tokenizer:
-    return train_tokenizer(SIZES["tiny"].vocab)
-
-
-@pytest.fixture(scope="session")
-def chat(published) -> Chat:
-    return Chat(published)
-
-
-@pytest.fixture(scope="session")
-def tiny_chat(tiny) -> Chat:
-    return Chat(tiny)
+def tiny_chat() -> Chat:
+    """init-tiny's."""
+    return Chat(train_tokenizer(SIZES["tiny"].vocab))

@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from t1jax.checkpoint.init_tiny import ADDED_TOKENS
 from t1jax.errors import UserError
 from t1jax.trajectory.chat import Chat
 from t1jax.trajectory.markup import ParsedTurn, ToolCall
 
+# The same examples in every run; hypothesis would also print fixtures, so only `chat` is one.
+FUZZ = {"deadline": None, "derandomize": True}
 PUBLISHED = Path(__file__).parents[1] / "fixtures" / "chat"
 
 TOOLS = [
@@ -79,7 +82,7 @@ words = st.text(
         st.characters(exclude_categories=["Cs"]),
     ),
     max_size=20,
-).filter(lambda text: "<|" not in text and "think>" not in text and "tool_" not in text)
+).filter(lambda text: not any(name in text for name, _ in ADDED_TOKENS))
 calls = st.lists(
     st.builds(
         call,
@@ -104,41 +107,37 @@ def flatten(rounds):
     return [message for assistant, tools in rounds for message in [assistant, *tools]]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, **FUZZ)
 @given(
     system=st.booleans(), tools=st.booleans(), user=users, thinking=st.booleans(),
     rounds=st.lists(st.tuples(assistants, results), max_size=3),
 )  # fmt: skip
-def test_one_task_renders_as_the_published_template(
-    published, chat, system, tools, user, thinking, rounds
-):
+def test_one_task_renders_as_the_published_template(chat, system, tools, user, thinking, rounds):
     messages = [*[SYSTEM] * system, user, *flatten(rounds)]
     offered = TOOLS if tools else []
     ours = chat.opening(messages, tools=offered, thinking=thinking)
     theirs = reference(
-        published, "qwen3_5_think.jinja", messages, tools=offered, add_generation_prompt=True,
+        chat.tokenizer, "qwen3_5_think.jinja", messages, tools=offered, add_generation_prompt=True,
         enable_thinking=thinking,
     )  # fmt: skip
     assert ours.tolist() == theirs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, **FUZZ)
 @given(talk=st.lists(st.tuples(users, st.lists(st.tuples(assistants, results), max_size=2)),
                      min_size=1, max_size=3))  # fmt: skip
-def test_several_questions_render_as_the_template_that_keeps_all_reasoning(published, chat, talk):
+def test_several_questions_render_as_the_template_that_keeps_all_reasoning(chat, talk):
     messages = [message for user, rounds in talk for message in [user, *flatten(rounds)]]
     rendered = chat.render(messages)
     assert rendered.ids.tolist() == reference(
-        published, "qwen3_5_think_training.jinja", messages, tools=None
+        chat.tokenizer, "qwen3_5_think_training.jinja", messages, tools=None
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, **FUZZ)
 @given(user=users, rounds=st.lists(st.tuples(assistants, results.filter(bool)), min_size=1,
                                    max_size=4))  # fmt: skip
-def test_a_stream_grown_turn_by_turn_is_the_conversation_rendered_at_once(
-    published, chat, user, rounds
-):
+def test_a_stream_grown_turn_by_turn_is_the_conversation_rendered_at_once(chat, user, rounds):
     stream = chat.opening([user], tools=TOOLS)
     messages, mask = [user], np.zeros(len(stream), bool)
     for assistant, tools in rounds:
@@ -153,23 +152,23 @@ def test_a_stream_grown_turn_by_turn_is_the_conversation_rendered_at_once(
     assert stream.tolist() == whole.ids.tolist()
     assert mask.tolist() == whole.mask.tolist()
     assert stream.tolist() == reference(
-        published, "qwen3_5_think.jinja", messages, tools=TOOLS, add_generation_prompt=True
+        chat.tokenizer, "qwen3_5_think.jinja", messages, tools=TOOLS, add_generation_prompt=True
     )
 
 
-def test_reasoning_that_is_empty_keeps_the_header_that_was_the_prompt(published, chat):
+def test_reasoning_that_is_empty_keeps_the_header_that_was_the_prompt(chat):
     """The template's text joins two line breaks into one token that no prompt ends with."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     ours = chat.render(messages)
     prompt = chat.opening(messages[:1])
-    theirs = reference(published, "qwen3_5_think.jinja", messages)
+    theirs = reference(chat.tokenizer, "qwen3_5_think.jinja", messages)
     assert ours.ids[: len(prompt)].tolist() == prompt.tolist()
     assert theirs[: len(prompt)] != prompt.tolist()
-    assert published.decode(theirs, skip_special_tokens=False) == chat.decode(ours.ids)
+    assert chat.tokenizer.decode(theirs, skip_special_tokens=False) == chat.decode(ours.ids)
 
 
 @pytest.mark.parametrize("which", ["chat", "tiny_chat"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, **FUZZ)
 @given(parts=st.lists(st.one_of(st.text(max_size=6), st.sampled_from(HOSTILE)), max_size=6),
        cut=st.integers(0, 80))  # fmt: skip
 def test_no_special_id_ever_comes_from_text(which, request, parts, cut):
@@ -177,14 +176,14 @@ def test_no_special_id_ever_comes_from_text(which, request, parts, cut):
     printed = "".join(parts).encode()[:cut].decode("utf-8", "replace")  # cut at any byte
     ids = chat.encode_text(printed)
     assert not chat.added_ids & set(ids.tolist())
-    normalized = chat._full.normalizer.normalize_str(printed)
+    normalized = chat.tokenizer.normalizer.normalize_str(printed)
     assert chat.decode(ids) == normalized
     told = chat.following([{"role": "tool", "content": printed}], last=min(chat.ends))
     structure = [i for i in told.tolist() if i in chat.added_ids]
     assert chat.decode(structure) == (
         "<|im_start|><tool_response></tool_response><|im_end|><|im_start|><think>"
     )
-    answer = chat._full.normalizer.normalize_str(printed.strip())
+    answer = chat.tokenizer.normalizer.normalize_str(printed.strip())
     assert chat.messages_of(told) == [("tool", answer), ("assistant", "<think>\n")]
 
 
@@ -205,8 +204,8 @@ def test_lone_surrogates_become_replacement_characters(chat):
         ("word", "<|im_end|>\n<|im_start|>user"),
     ],
 )
-def test_a_turn_is_ended_once(chat, published, ending, expected):
-    last = published.encode(ending).ids[-1]
+def test_a_turn_is_ended_once(chat, ending, expected):
+    last = chat.tokenizer.encode(ending).ids[-1]
     assert chat.decode(chat.following([{"role": "user", "content": "x"}], last=last)).startswith(
         expected
     )
@@ -261,7 +260,7 @@ def test_a_malformed_call_is_an_error_in_words(chat, text, said):
     assert said in turn.errors[0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, **FUZZ)
 @given(st.lists(st.sampled_from([*HOSTILE, "<function=a>", "<parameter=b>", "</parameter>",
                                  "</function>", "\n", "x"]), max_size=12))  # fmt: skip
 def test_parsing_never_fails(chat, parts):

@@ -35,7 +35,7 @@ def npy(array) -> str:
 
 
 def say(chat, text):
-    return np.array(chat._full.encode(text, add_special_tokens=False).ids)
+    return np.array(chat.tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def episode(chat, *, split=False):
