@@ -307,6 +307,27 @@ def audit(
     )
 
 
+trajectories = typer.Typer(no_args_is_help=True, help="Recorded episodes.")
+app.add_typer(trajectories, name="trajectory")
+
+
+@trajectories.command("show")
+def trajectory_show(
+    path: Annotated[str, typer.Argument(help="A trajectory's directory, finished or not.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="A checkpoint or tokenizer.json, for text instead of ids.")
+    ] = "",
+    turns: Annotated[str, typer.Option(help="FIRST:LAST, which turns' tokens; all if empty.")] = "",
+    context_characters: Annotated[
+        int, typer.Option(min=2, help="How much of each stretch of given text.")
+    ] = 600,
+) -> None:
+    """Print a trajectory: masks, log-probs, routes, boundaries."""
+    from t1jax.trajectory.show import show
+
+    show(path, tokenizer=tokenizer, turns=turns, context_characters=context_characters)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
