@@ -251,7 +251,7 @@ def _spans(chunk: Chunk, turn: Turn, chat: Chat | None) -> Iterator[_Span]:
     while at < turn.end:
         count = _printable(chunk.ids[at : turn.end], chat) if chat else 1
         part = slice(at, at + count)
-        text = visible(chat.decode(chunk.ids[part])) if chat else f"{chunk.ids[at]} "
+        text = visible(chat.decode(chunk.ids[part])) if chat else f" {chunk.ids[at]}"
         yield _Span(text, at, float(chunk.logprobs[part].min()), bool(chunk.mask[part].any()))
         at += count
 
