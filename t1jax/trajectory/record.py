@@ -17,6 +17,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -258,8 +259,19 @@ class Ending:
         if not self.outcome:
             raise UserError(f"trajectory of task {self.task!r} has no outcome; expected its name")
         if self.reward is not None and not math.isfinite(self.reward):
-            raise UserError(f"trajectory of task {self.task!r} has reward {self.reward}; expected "
-                            "a finite number, or none where the trial was not graded")  # fmt: skip
+            raise UserError(
+                f"trajectory of task {self.task!r} has reward {self.reward}; expected a finite "
+                "number, or none where the trial was not graded"
+            )
+        for name in ("timings", "details"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
+        try:  # now, and not when the episode is over and to be saved
+            json.dumps([self.timings, self.details], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"trajectory of task {self.task!r} has timings or details that JSON cannot hold: "
+                f"{error}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -268,6 +268,9 @@ def test_an_ungraded_trial_has_no_reward():
     assert Ending(task="a/b", outcome="infra_error", reward=None).reward is None
     with pytest.raises(UserError, match="has reward nan"):
         Ending(task="a/b", outcome="solved", reward=float("nan"))
+    for bad in ({"timings": {"agent": float("inf")}}, {"details": {"passed": {1, 2}}}):
+        with pytest.raises(UserError, match="JSON cannot hold"):
+            Ending(task="a/b", outcome="solved", reward=1.0, **bad)
 
 
 @pytest.mark.parametrize(
