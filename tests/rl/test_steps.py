@@ -74,8 +74,13 @@ def actor(run):
     return steps.make_actor_step(small.model(), run, small.GRADIENT, clip=CLIP)
 
 
+@functools.cache
+def first_learner(run):
+    return steps.new_learner(small.model(), run, small.GRADIENT, policy_on(run))
+
+
 def gradient(step, run, micro_batches):
-    learner = steps.new_learner(small.model(), run, small.GRADIENT, policy_on(run))
+    learner = jax.tree.map(jnp.copy, first_learner(run))  # the step donates it
     learner, metrics = step(learner, put(run, micro_batches))
     return small.gradient_of(learner), jax.tree.map(float, metrics)
 
@@ -266,9 +271,14 @@ class Critic:
         return steps.critic_params(cls.model, cls.run, policy, jnp.float32(mean_reward))
 
     @classmethod
-    def learner(cls, mean_reward=0.0):
-        start = cls.start(policy_on(cls.run, "bfloat16"), mean_reward)
+    @functools.cache
+    def first_learner(cls):
+        start = cls.start(policy_on(cls.run, "bfloat16"), 0.0)
         return steps.new_learner(cls.model, cls.run, cls.optimizer, start)
+
+    @classmethod
+    def learner(cls):
+        return jax.tree.map(jnp.copy, cls.first_learner())
 
     @classmethod
     def inputs(cls, batch, old_values_BT, returns_BT):
@@ -302,8 +312,9 @@ def test_the_critics_explained_variance_rises_above_nine_tenths():
     batch = small.pack("unpacked").batch
     table = np.random.default_rng(0).normal(size=Critic.model.config.vocab).astype(np.float32)
     returns_BT = table[batch.tokens_BT]
-    learner, explained = Critic.learner(returns_BT[batch.mask_BT].mean()), []
-    for _ in range(16):
+    returns_BT -= returns_BT[batch.mask_BT].mean()
+    learner, explained = Critic.learner(), []
+    for _ in range(13):
         values_BT = Critic.values(learner.params, batch)
         explained.append(float(explained_variance(values_BT, returns_BT, batch.mask_BT)))
         learner, _ = Critic.step(learner, Critic.inputs(batch, values_BT, returns_BT))
