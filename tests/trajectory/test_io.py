@@ -79,7 +79,18 @@ def test_a_writer_leaves_what_its_recorder_made(tmp_path):
         assert not (tmp_path / "t").exists()
         finished = writer.finish(ENDING)
     assert same(io.load_trajectory(tmp_path / "t"), finished)
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["t", "t/chunk-0.safetensors", "t/trajectory.json"]
+
+
+def test_a_record_that_is_refused_leaves_its_events(tmp_path):
+    with io.Writer(tmp_path / "t", SHAPE) as writer:
+        writer.recorder.append_context(np.array([1, 2, 3, 4]))
+        writer.recorder.record_routes(1, np.full((1, 8, 8), 5, np.uint8))
+        with pytest.raises(ValueError, match="token 1, layer 0 names an expert twice"):
+            writer.finish(ENDING)
+    assert not (tmp_path / "t").exists()
+    assert io.recover(tmp_path / "t.incomplete").stream.tolist() == [1, 2, 3, 4]
 
 
 def test_every_prefix_of_the_log_reads_as_the_events_that_are_whole(tmp_path):
@@ -116,6 +127,10 @@ def test_every_prefix_of_the_log_reads_as_the_events_that_are_whole(tmp_path):
         known = max(i for i, size in enumerate(sizes) if size <= length)
         assert io.recover(cut).stream.tolist() == states[known]
     (cut / io.LOG).write_bytes(whole[: sizes[2]] + b"\0" * 100)  # a hole after a power cut
+    assert io.recover(cut).stream.tolist() == states[2]
+    hole = bytearray(whole)
+    hole[sizes[3] - 4] ^= 1  # within the values of the third event
+    (cut / io.LOG).write_bytes(hole)
     assert io.recover(cut).stream.tolist() == states[2]
     (chunk,) = io.recover(tmp_path / "t.incomplete").finish(ENDING).chunks
     np.testing.assert_array_equal(chunk.routes, rows(0, 5))

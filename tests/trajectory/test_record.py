@@ -264,6 +264,14 @@ def test_context_before_the_first_completion_is_all_opening():
     }  # fmt: skip
 
 
+def test_a_turn_counts_under_the_worst_of_its_joints():
+    recorder = Recorder(SHAPE)
+    turn(recorder, [1], [2])
+    recorder.append_context(np.array([3]), rule=Rule.normalised)
+    turn(recorder, [4], [5])
+    assert recorder.finish(ENDING).boundaries["normalised"] == 1
+
+
 def test_an_ungraded_trial_has_no_reward():
     assert Ending(task="a/b", outcome="infra_error", reward=None).reward is None
     with pytest.raises(UserError, match="has reward nan"):
