@@ -267,7 +267,8 @@ def test_context_before_the_first_completion_is_all_opening():
 def test_a_turn_counts_under_the_worst_of_its_joints():
     recorder = Recorder(SHAPE)
     turn(recorder, [1], [2])
-    recorder.append_context(np.array([3]), rule=Rule.normalised)
+    for rule in (Rule.strict, Rule.normalised, Rule.strict):
+        recorder.append_context(np.array([3]), rule=rule)
     turn(recorder, [4], [5])
     assert recorder.finish(ENDING).boundaries["normalised"] == 1
 
