@@ -219,22 +219,26 @@ def audit(
 
 
 def run_until_done(work: Coroutine[Any, Any, Any], ended: Exception) -> Any:
-    """asyncio.run that also ends on SIGTERM by cancelling, so that sandboxes are removed.
+    """asyncio.run that ends on Ctrl-C and SIGTERM by cancelling, so that sandboxes are removed.
 
     Raises:
       `ended` when a signal ended it.
     """
 
+    signals = signal.SIGINT, signal.SIGTERM
+
     async def main() -> Any:
         doing = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, doing.cancel)
+        for number in signals:
+            loop.add_signal_handler(number, doing.cancel)
         try:
             return await doing
         except asyncio.CancelledError:
             raise ended from None
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in signals:
+                loop.remove_signal_handler(number)
 
     return asyncio.run(main())
 

@@ -2,7 +2,7 @@
 
 What a command calls is imported inside it, so that `t1jax --help` needs neither jax nor a file.
 Exit statuses: 0 done, 1 failed (the reason is the last line of stderr), 2 bad usage,
-75 preempted (the same command goes on).
+75 preempted (the same command goes on), 130 and 143 ended by Ctrl-C and SIGTERM.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from t1jax import __version__, errors
+from t1jax.interrupts import Interrupted, raised_on_signals
 
 app = typer.Typer(
     name="t1jax",
@@ -338,9 +339,11 @@ def main() -> None:
     """Runs the command line and ends the process with the status of its outcome."""
     options = Options()
     try:
-        app(obj=options)
-    except KeyboardInterrupt:
-        sys.exit("error: interrupted")
+        with raised_on_signals():
+            app(obj=options)
+    except Interrupted:
+        print("error: interrupted; what was being written is removed", file=sys.stderr)
+        raise
     except Exception as error:
         if options.traceback or not errors.is_expected(error):
             traceback.print_exc()

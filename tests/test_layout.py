@@ -38,6 +38,7 @@ BELOW_PIPELINE = (
 PLACES = {
     "t1jax": Place("H", ()),
     "t1jax.errors": Place("H", ()),
+    "t1jax.interrupts": Place("H", ()),
     "t1jax.config": Place("H", ()),
     "t1jax.progress": Place("H", ()),
     "t1jax.trajectory": Place("H", ()),

@@ -406,3 +406,26 @@ def test_arguments_are_checked(tmp_path, change):
         S.score(
             str(G.FIXTURES / "ref-a"), str(tmp_path / "in.st"), str(tmp_path / "out.st"), **change
         )
+
+
+def test_not_a_number_is_an_error_and_writes_nothing(tmp_path):
+    checkpoint = tmp_path / "nan"
+    shutil.copytree(G.FIXTURES / "tiny-square", checkpoint)
+    file = checkpoint / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("layers.1.mlp.gate.weight"))
+    weights[name] = np.full_like(weights[name], np.nan)
+    save_file(weights, file)
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    said = refused(inside, tokens_of("tiny-square"), checkpoint=checkpoint)
+    assert "log-prob of row 0, token 1 is not a number" in said
+
+
+def test_replay_without_a_recorded_row_says_so(tmp_path):
+    none = {"routed_experts": np.full_like(forced_of("tiny-square")["routed_experts"], -1)}
+    _, shown = scored(
+        tmp_path, tokens_of("tiny-square") | none, "--replay",
+        checkpoint=G.FIXTURES / "tiny-square",
+    )  # fmt: skip
+    assert "no row is recorded; the live router chose everywhere" in shown

@@ -51,8 +51,12 @@ def make_mesh(shape: str = "", devices: list[jax.Device] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     sizes = dict.fromkeys(MESH_AXES, 1)
-    for part in filter(None, shape.split(",")):
+    given: list[str] = []
+    for part in shape.split(",") if shape else []:
         axis, _, size = part.partition("=")
+        given.append(axis.strip())
+        if given.count(axis.strip()) > 1:
+            raise ValueError(f"mesh {shape!r} names the axis {axis.strip()!r} twice")
         if axis.strip() not in sizes or not size.strip().isdigit() or int(size) < 1:
             raise ValueError(
                 f"mesh {shape!r}: {part!r} is not AXIS=SIZE with an axis of {MESH_AXES} "

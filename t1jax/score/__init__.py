@@ -143,6 +143,8 @@ def score(
         step = make_step(config, run, with_logits=logits)
         tally = Tally(tokens, writer)
         summary = _score_all(step, params, tokens, buckets, tally, config, run)
+    if replay and not summary.recorded:
+        print("replay: no row is recorded; the live router chose everywhere")
     print("\n".join(summary.lines()))
     return summary
 
@@ -208,7 +210,7 @@ class Tally:
             length = int(self._tokens.lengths[row])
             logprobs_T = fetched.logprobs_BT[i, : length - 1]
             live_LTC = fetched.live_routes_LBTC[:, i, :length]
-            self._add_logprobs(logprobs_T)
+            self._add_logprobs(row, logprobs_T)
             if batch.routes is not None:
                 routes = Routes(*(x[:, i, :length] for x in batch.routes))
                 self._compare(routes, live_LTC)
@@ -223,7 +225,12 @@ class Tally:
         for row in np.flatnonzero(self._tokens.lengths == 0).tolist():
             self._write_routes(row, np.zeros((layers, 0, chosen), np.int16))
 
-    def _add_logprobs(self, logprobs_T: np.ndarray) -> None:
+    def _add_logprobs(self, row: int, logprobs_T: np.ndarray) -> None:
+        if len(lost := np.flatnonzero(np.isnan(logprobs_T))):
+            raise UserError(
+                f"the log-prob of row {row}, token {lost[0] + 1} is not a number: the checkpoint "
+                "holds NaN or the dtype overflows; nothing is written, for its routes mean nothing"
+            )
         finite_T = np.isfinite(logprobs_T)
         self.scored += len(logprobs_T)
         self.not_finite += int((~finite_T).sum())

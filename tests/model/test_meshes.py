@@ -103,7 +103,8 @@ def test_a_mesh_that_does_not_divide_is_refused_with_axis_and_sizes():
 @pytest.mark.parametrize(
     "shape, message",
     [("data=2,model=4", "'model=4' is not AXIS=SIZE"), ("data=0", "'data=0'"), ("data", "'data'"),
-     ("data=16", "needs 16 devices; 8 are present")],
+     ("data=16", "needs 16 devices; 8 are present"), (",", "'' is not AXIS=SIZE"),
+     ("data=2,data=4", "names the axis 'data' twice")],
 )  # fmt: skip
 def test_bad_mesh_text_is_refused(shape, message):
     with pytest.raises(ValueError, match=message):
