@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 import math
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +26,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from t1jax.checkpoint.parts import Part, fill
-from t1jax.checkpoint.staging import write_bytes
 from t1jax.checkpoint.tensor_files import is_local
 from t1jax.checkpoint.trees import Path
+from t1jax.checkpoint.writing import WriteBehind
 from t1jax.errors import UserError
 from t1jax.progress import Progress
 
-CHUNK_BYTES = 32 * 2**20  # at most; a writer holds one chunk in memory
-WRITERS = 4  # threads; some wait for the disk while others transpose
+CHUNK_BYTES = 16 * 2**20  # at most; a writer holds one chunk in memory
+WRITERS = 4  # threads at most: more than the disk keeps up with
 # Where the published tensors' rows go: cutting here keeps what a chunk reads in one piece.
 CUT_FIRST = ("experts", "vocab", "heads", "value_heads", "key_heads", "kv_heads")
 
@@ -147,11 +146,11 @@ def for_each_chunk(
     def work(chunk: Chunk) -> int:
         # Memory is used again: fresh pages cost more than the copying that fills them.
         if not hasattr(mine, "memory"):
-            mine.memory = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
+            mine.memory = np.empty(largest, np.uint8)
         use(chunk, chunk.parameter.block(chunk.starts, read, mine.memory))
         return chunk.nbytes
 
-    with concurrent.futures.ThreadPoolExecutor(WRITERS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(WRITERS, os.cpu_count() or 1)) as pool:
         try:
             for nbytes in pool.map(work, chunks_by_layer(parameters)):
                 progress.advance(nbytes)
@@ -183,10 +182,12 @@ class _Writer(ocp.type_handlers.TypeHandler):
             (folder / ".zarray").write_text(json.dumps(parameter.describe()))
             folders[parameter.path] = folder
 
-        def write(chunk: Chunk, array: np.ndarray) -> None:
-            write_bytes(folders[chunk.parameter.path] / chunk.name, array)
+        with WriteBehind() as files:
 
-        for_each_chunk(values, self._read, write, self._progress)
+            def write(chunk: Chunk, array: np.ndarray) -> None:
+                files.write(folders[chunk.parameter.path] / chunk.name, array)
+
+            for_each_chunk(values, self._read, write, self._progress)
         return []
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:

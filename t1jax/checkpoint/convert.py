@@ -5,7 +5,7 @@
     DST/carried.safetensors  tensors that t1jax does not compute with (mtp.*, model.visual.*)
     DST/config.json, ...     the source's other files: tokenizer, chat template, generation_config
 
-Streams: memory holds a few chunks of 32 MiB and what is mapped of the source, whatever the model's
+Streams: memory holds a few chunks of 16 MiB and what is mapped of the source, whatever the model's
 size. The names and layouts are `huggingface.table`'s; nothing is written before they all fit.
 """
 
