@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore
 from etils import epath
 
-from t1jax.checkpoint.convert import CARRIED_FILE, PARAMS, files_beside, open_array
+from t1jax.checkpoint.convert import CARRIED_FILE, MANIFEST, PARAMS, files_beside, open_array
 from t1jax.checkpoint.fp8 import SCALE
 from t1jax.checkpoint.huggingface import Naming, by_tensor, is_carried, table
 from t1jax.checkpoint.parts import Index, Use, assemble
@@ -106,7 +106,8 @@ class _Assembled:
 def _tensors(src: epath.Path, manifest: Mapping[str, Any], text_only: bool) -> list[Block]:
     """Every tensor to write, in the source's order; scales of FP8 weights have no successor."""
     source = manifest["source"]
-    rows = table(from_huggingface(manifest["config"]), Naming(source["prefix"], source["experts"]))
+    config = from_huggingface(manifest["config"], str(src / MANIFEST))
+    rows = table(config, Naming(source["prefix"], source["experts"]))
     # Two experts share a chunk, and gate and up do: the pool keeps it between their reads.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**28}})
     arrays = {path: open_array(src / PARAMS, path, context) for path in rows}

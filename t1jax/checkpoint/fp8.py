@@ -66,7 +66,12 @@ def _check_scale(tensor: StoredTensor, scale: StoredTensor | None, where: str) -
 def _check_block(document: Mapping[str, Any], where: str) -> None:
     expected = [SCALE_BLOCK, SCALE_BLOCK]
     for config in (document, document.get("text_config", {})):
-        block = config.get("quantization_config", {}).get("weight_block_size", expected)
+        quantisation = config.get("quantization_config") or {}
+        if not isinstance(quantisation, Mapping):
+            raise UserError(
+                f"{where}/config.json has quantization_config={quantisation!r}; expected an object"
+            )
+        block = quantisation.get("weight_block_size", expected)
         if block != expected:
             raise UserError(
                 f"{where}/config.json has quantization_config.weight_block_size={block}; only "

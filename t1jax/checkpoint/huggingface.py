@@ -325,7 +325,7 @@ class Source:
 def open_source(directory: epath.PathLike) -> Source:
     """Reads config.json and all headers of a Hugging Face directory, and checks them."""
     document = read_json(epath.Path(directory) / "config.json")
-    config = from_huggingface(document)
+    config = from_huggingface(document, str(epath.Path(directory) / "config.json"))
     tensors = read_directory(directory)
     naming = check({name: t.shape for name, t in tensors.items()}, config, str(directory))
     text = {name: t for name, t in tensors.items() if not is_carried(name)}

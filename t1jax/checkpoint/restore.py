@@ -40,7 +40,7 @@ def open_checkpoint(
     path = epath.Path(path)
     converted = _is_converted(path)
     document = read_manifest(path)["config"] if converted else read_json(path / "config.json")
-    config = from_huggingface(document)
+    config = from_huggingface(document, str(path / (MANIFEST if converted else "config.json")))
     model = Qwen3_5(config) if model is None else model
     if model.config != config:
         raise UserError(
