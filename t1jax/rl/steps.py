@@ -108,7 +108,7 @@ def make_policy_logprobs(
     """The pass that gives the PPO ratio its denominator: log-probs of targets under routes."""
     _expect_head(model, LMHead)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=run.compiler_options)
     def policy_logprobs(params: Params, batch: Batch, routes: Routes | None) -> Scored:
         bound, out = _forward(model, run, params, batch, routes)
         valid_BT = batch.segments_BT > 0
@@ -128,7 +128,7 @@ def make_critic_values(critic: Qwen3_5, run: Execution) -> Callable[[Params, Bat
     """Values [B, T] of the state before each target, float32. The critic routes freely."""
     _expect_head(critic, ValueHead)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=run.compiler_options)
     def critic_values(params: Params, batch: Batch) -> jax.Array:
         bound, out = _forward(critic, run, params, batch, None)
         return bound.head(out.hidden_BTD, run)
@@ -328,7 +328,12 @@ def _make_step(
             lambda leaf: jnp.zeros(leaf.shape, jnp.float32), abstract_params(model)
         )
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(gradient_shardings, _whole(run)))
+    @functools.partial(
+        jax.jit,
+        donate_argnums=0,
+        out_shardings=(gradient_shardings, _whole(run)),
+        compiler_options=run.compiler_options,
+    )
     def add_gradient(
         total: Params, params: Params, inputs: Inputs, tokens: jax.Array
     ) -> tuple[Params, Metrics]:
