@@ -11,7 +11,7 @@ from t1jax.checkpoint.chunked import check_complete
 from t1jax.checkpoint.convert import FORMAT, MANIFEST, PARAMS
 from t1jax.checkpoint.huggingface import head_name, load_params
 from t1jax.checkpoint.staging import MARK
-from t1jax.checkpoint.tensor_files import INDEX, SINGLE, read_json
+from t1jax.checkpoint.tensor_files import INDEX, SINGLE, is_present, read_json
 from t1jax.checkpoint.trees import flatten, put
 from t1jax.errors import UserError
 from t1jax.model.config import ModelConfig, from_huggingface
@@ -75,7 +75,7 @@ def _is_converted(path: epath.Path) -> bool:
         return True
     if unfinished or (path / PARAMS).exists():
         raise UserError(f"{path} is incomplete: it has no {MANIFEST}; run t1jax convert again")
-    if not any((path / name).exists() for name in (INDEX, SINGLE)):
+    if not any(is_present(path / name) for name in (INDEX, SINGLE)):
         raise UserError(
             f"{path} is no checkpoint: expected {MANIFEST} (made by t1jax convert), or {INDEX} or "
             f"{SINGLE} (from Hugging Face)"

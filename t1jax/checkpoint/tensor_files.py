@@ -10,10 +10,11 @@ import functools
 import json
 import math
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -94,6 +95,31 @@ def is_local(path: epath.Path) -> bool:
     return "://" not in os.fspath(path)
 
 
+def is_present(path: epath.Path) -> bool:
+    """Whether anything has this name, a broken link included."""
+    return os.path.lexists(os.fspath(path)) if is_local(path) else path.exists()
+
+
+def require_file(path: epath.Path) -> None:
+    """Refuses what is no regular file: a broken link, a directory, a pipe that nobody writes to."""
+    if not is_local(path):
+        return
+    name = os.fspath(path)
+    try:
+        mode = os.stat(name).st_mode
+    except OSError as error:
+        if os.path.islink(name):
+            raise UserError(
+                f"{path} is a broken link to {os.readlink(name)}; download the file again"
+            ) from None
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"{path} does not exist") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+        raise UserError(f"{path} is {kind}; expected a regular file")
+
+
 class Recent:
     """The last few tensors that are in memory whole; each is made once for all threads."""
 
@@ -121,15 +147,15 @@ def read_directory(directory: epath.PathLike) -> dict[str, StoredTensor]:
     """All tensors of a Hugging Face directory by name, from the files' headers alone.
 
     Raises:
-      UserError: no weights, a file that the index names is missing, a truncated file, an index
-        that disagrees with the files, a tensor that two files hold.
+      UserError: no weights, a file that the index names is missing, a truncated or malformed file,
+        an index that disagrees with the files, a tensor that two files hold.
     """
     directory = epath.Path(directory)
-    if (directory / INDEX).exists():
+    if is_present(directory / INDEX):
         weight_map = _read_weight_map(directory / INDEX)
         files = sorted(set(weight_map.values()))
-    elif (directory / SINGLE).exists():
-        weight_map, files = {}, [SINGLE]
+    elif is_present(directory / SINGLE):
+        weight_map, files = None, [SINGLE]
     else:
         raise UserError(
             f"{directory} holds neither {INDEX} nor {SINGLE}; expected the directory of a "
@@ -144,12 +170,8 @@ def read_directory(directory: epath.PathLike) -> dict[str, StoredTensor]:
                     "has one place: remove the stale file"
                 )
             tensors[name] = tensor
-    lost = sorted(name for name in weight_map if name not in tensors)
-    if lost:
-        raise UserError(
-            f"{directory / INDEX} places {named(lost)} in files that do not hold "
-            f"{'it' if len(lost) == 1 else 'them'}; download the checkpoint again"
-        )
+    if weight_map is not None:
+        _check_places(tensors, weight_map, directory / INDEX)
     return tensors
 
 
@@ -157,7 +179,13 @@ def _read_weight_map(index: epath.Path) -> Mapping[str, str]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index} has no weight_map; expected a safetensors index")
-    absent = sorted({file for file in weight_map.values() if not (index.parent / file).exists()})
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", "..") or epath.Path(file).name != file:
+            raise UserError(
+                f"{index} places {name} in {file!r}; expected the name of a file beside the index"
+            )
+    files = sorted(set(weight_map.values()))
+    absent = [file for file in files if not is_present(index.parent / file)]
     if absent:
         raise UserError(
             f"{index.parent} lacks {named(absent)}, which {INDEX} names; download "
@@ -166,25 +194,95 @@ def _read_weight_map(index: epath.Path) -> Mapping[str, str]:
     return weight_map
 
 
+def _check_places(
+    tensors: Mapping[str, StoredTensor], weight_map: Mapping[str, str], index: epath.Path
+) -> None:
+    """The index and the files hold the same tensors, each in the file that the index names."""
+    advice = "the index and the files are of different downloads: download both again"
+    lost = sorted(name for name in weight_map if name not in tensors)
+    if lost:
+        raise UserError(f"{index} lists {named(lost)}, which the files do not hold; {advice}")
+    unlisted = [f"{name} of {t.file}" for name, t in tensors.items() if name not in weight_map]
+    if unlisted:
+        raise UserError(f"{index} does not list {named(unlisted)}; {advice}")
+    for name, tensor in tensors.items():
+        found = epath.Path(tensor.file).name
+        if found != weight_map[name]:
+            raise UserError(
+                f"{index} places {name} in {weight_map[name]}, and it is in {found}; {advice}"
+            )
+
+
+# ---- headers ------------------------------------------------------------------------------------
+
+
 def read_header(file: epath.PathLike) -> dict[str, StoredTensor]:
-    """Where the tensors of one file lie; refuses a file whose size does not fit its header."""
+    """Where the tensors of one file lie.
+
+    As in the safetensors library, tensors follow each other without a gap from the header to the
+    file's end: two that overlap would convert, and one of them would be wrong.
+
+    Raises:
+      UserError: no regular file, a truncated one, a malformed header; naming file and tensor.
+    """
     path = epath.Path(file)
-    size = path.stat().length
-    with path.open("rb") as stream:
-        start = stream.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-        if not 0 < length <= size - 8:
-            raise _truncated(path, size, f"its first 8 bytes announce a header of {length} bytes")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise UserError(f"{path} has no readable safetensors header: {error}") from None
-    header.pop("__metadata__", None)
-    tensors = {name: _stored(path, 8 + length, name, entry) for name, entry in header.items()}
-    end = max((t.offset + t.nbytes for t in tensors.values()), default=8 + length)
+    require_file(path)
+    header, start, size = _read_header(path)
+    _check_metadata(path, header.pop("__metadata__", {}))
+    tensors = {name: _stored(path, start, name, entry) for name, entry in header.items()}
+    end = start
+    for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
+        if tensor.offset != end:
+            raise UserError(
+                f"{path}: tensor {tensor.name} begins at byte {tensor.offset - start} of the data; "
+                f"expected {end - start}, where the one before it ends: tensors overlap or leave "
+                "a gap; download the file again"
+            )
+        end += tensor.nbytes
     if end != size:
         raise _truncated(path, size, f"its header needs {end}")
     return tensors
+
+
+def _read_header(path: epath.Path) -> tuple[dict[str, Any], int, int]:
+    """The header as JSON has it, where the data begins, and the size of the file."""
+    size = path.stat().length
+    if size == 0:
+        raise UserError(f"{path} is empty; download it again")
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        if len(start) < 8:
+            raise _truncated(path, size, "a header's length alone takes 8")
+        length = struct.unpack("<Q", start)[0]
+        if not 0 < length <= size - 8:
+            raise _truncated(path, size, f"its first 8 bytes announce a header of {length} bytes")
+        try:
+            header = json.loads(stream.read(length), object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} has no readable safetensors header: {error}") from None
+    if not isinstance(header, dict):
+        raise UserError(
+            f"{path} has no readable safetensors header: it is a {type(header).__name__}; "
+            "expected a JSON object"
+        )
+    return header, 8 + length, size
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice} stands there twice")
+    return found
+
+
+def _check_metadata(path: epath.Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise UserError(
+            f"{path}: __metadata__ is {_shown(metadata)}; expected an object of strings, as "
+            "safetensors writes; save the file again"
+        )
 
 
 def _truncated(path: epath.Path, size: int, why: str) -> UserError:
@@ -193,26 +291,50 @@ def _truncated(path: epath.Path, size: int, why: str) -> UserError:
     )
 
 
-def _stored(path: epath.Path, base: int, name: str, entry: Mapping[str, Any]) -> StoredTensor:
-    if entry["dtype"] not in DTYPES:
+def _stored(path: epath.Path, base: int, name: str, entry: Any) -> StoredTensor:
+    def refuse(field: str, value: Any, expected: str) -> NoReturn:
+        raise UserError(f"{path}: tensor {name} has {field} {_shown(value)}; expected {expected}")
+
+    if not isinstance(entry, dict):
+        refuse("header entry", entry, "an object with dtype, shape and data_offsets")
+    for field in ("dtype", "shape", "data_offsets"):
+        if field not in entry:
+            raise UserError(f"{path}: tensor {name} has no {field} in the file's header")
+    kind, sides, ends = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        refuse("dtype", kind, f"one of {sorted(DTYPES)}")
+    if not _are_counts(sides):
+        refuse("shape", sides, "a list of integers that are not negative")
+    if not _are_counts(ends) or len(ends) != 2:
+        refuse("data_offsets", ends, "two integers that are not negative")
+    dtype, shape, held = DTYPES[kind], tuple(sides), ends[1] - ends[0]
+    if held != math.prod(shape) * dtype.itemsize:
         raise UserError(
-            f"{path}: tensor {name} has dtype {entry['dtype']}; expected one of {sorted(DTYPES)}"
-        )
-    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
-    first, last = entry["data_offsets"]
-    if last - first != math.prod(shape) * dtype.itemsize:
-        raise UserError(
-            f"{path}: tensor {name} of shape {shape} and dtype {entry['dtype']} holds "
-            f"{last - first} bytes; expected {math.prod(shape) * dtype.itemsize}"
+            f"{path}: tensor {name} of shape {shape} and dtype {kind} holds {held} bytes; "
+            f"expected {math.prod(shape) * dtype.itemsize}"
         )
     return StoredTensor(
         name=name,
         file=os.fspath(path),
         dtype=dtype,
         shape=shape,
-        offset=base + first,
-        nbytes=last - first,
+        offset=base + ends[0],
+        nbytes=held,
     )
+
+
+def _are_counts(values: Any) -> bool:
+    """A list of integers from 0 up; JSON's true and false are none."""
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- writing ------------------------------------------------------------------------------------
 
 
 class Block(Protocol):
@@ -282,11 +404,12 @@ def write_file(path: epath.Path, tensors: Collection[Block], progress: Progress)
 
 def read_json(path: epath.Path) -> dict[str, Any]:
     """A JSON object from a file, or a UserError that says which file is not one."""
+    require_file(path)
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{path} holds a {type(document).__name__}; expected a JSON object")
