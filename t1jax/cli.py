@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 
 UNIT_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNIT_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class Dtype(enum.StrEnum):
@@ -34,6 +35,12 @@ class Dtype(enum.StrEnum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Size(enum.StrEnum):
+    """Small models that init-tiny makes."""
+
+    tiny = "tiny"
 
 
 class OnMissing(enum.StrEnum):
@@ -51,14 +58,24 @@ class Options:
 
 
 def size_in_bytes(text: str) -> int:
-    """Reads 5GB, 500MB or a plain count of bytes; units are powers of 1000."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B|)", text.strip(), re.IGNORECASE)
+    """Reads 5GB (powers of 1000), 5GiB (powers of 1024) or a plain count of bytes."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*((?:[KMGT]i?)?B|)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size; write for example 5GB or 500MB")
+        raise typer.BadParameter(
+            f"{text!r} is no size; write a number and B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, "
+            "for example 5GB"
+        )
     count_bytes = int(float(match[1]) * UNIT_BYTES[match[2].upper()])
     if count_bytes == 0:
         raise typer.BadParameter(f"{text!r} is zero bytes; write for example 5GB or 500MB")
     return count_bytes
+
+
+def not_negative(number: int) -> int:
+    """Refuses a number below zero, naming it, which typer's `min` does not."""
+    if number < 0:
+        raise typer.BadParameter(f"{number} is negative; write 0 or more")
+    return number
 
 
 Mesh = Annotated[str, typer.Option(help="Devices along each axis, e.g. data=2,expert=4.")]
@@ -88,6 +105,7 @@ def convert(
 
     with Progress() as progress:
         convert(src, dst, mesh=mesh, verify=verify, dtype=dtype or "", progress=progress)
+    print(f"wrote {dst}")
 
 
 @app.command()
@@ -98,25 +116,32 @@ def export(
         bool, typer.Option("--text-only", help="Leave out the vision and MTP tensors.")
     ] = False,
     max_shard_size: Annotated[
-        int, typer.Option(parser=size_in_bytes, metavar="SIZE", help="Largest file, e.g. 5GB.")
-    ] = "5GB",  # type: ignore[assignment]  # typer parses the default too
+        int | None,
+        typer.Option(
+            parser=size_in_bytes,
+            metavar="SIZE",
+            help="Largest file, e.g. 500MB or 4GiB; 5GB, or the largest tensor, if not given.",
+        ),
+    ] = None,
 ) -> None:
     """Make a Hugging Face checkpoint from a t1jax one."""
     from t1jax.checkpoint.export import export
 
     export(src, dst, text_only=text_only, max_shard_bytes=max_shard_size)
+    print(f"wrote {dst}")
 
 
 @app.command()
 def init_tiny(
     dst: Annotated[str, typer.Argument(help="Where the Hugging Face directory goes.")],
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
-    size: Annotated[str, typer.Option(help="Which small model.")] = "tiny",
+    seed: Annotated[int, typer.Option(callback=not_negative, help="Seed of the weights.")] = 0,
+    size: Annotated[Size, typer.Option(help="Which small model.")] = Size.tiny,
 ) -> None:
     """Write a small random checkpoint in the published layout."""
     from t1jax.checkpoint.init_tiny import init_tiny
 
-    init_tiny(dst, seed=seed, size=size)
+    init_tiny(dst, seed=seed, size=str(size))
+    print(f"wrote {dst}")
 
 
 @app.command()

@@ -26,13 +26,14 @@ import t1jax
 from t1jax.checkpoint import chunked
 from t1jax.checkpoint.chunked import Chunk, Parameter
 from t1jax.checkpoint.huggingface import Source, is_carried, open_source, table
-from t1jax.checkpoint.staging import staged
+from t1jax.checkpoint.staging import refuse_overlap, staged
 from t1jax.checkpoint.tensor_files import (
     DTYPE_NAMES,
     StoredTensor,
     bits,
     is_local,
     read_header,
+    require_file,
     write_file,
 )
 from t1jax.checkpoint.trees import Path, flatten, put
@@ -70,12 +71,14 @@ def convert(
       progress: None shows it on stderr.
 
     Raises:
-      UserError: the source is incomplete, damaged or of another model, or `dst` exists. Nothing
-        is left behind then.
+      UserError: the source is incomplete, damaged, converted already or of another model, or `dst`
+        exists or is inside it. Nothing is left behind then.
     """
     if progress is None:
         with Progress() as progress:
             return convert(src, dst, mesh=mesh, verify=verify, dtype=dtype, progress=progress)
+    _refuse_converted(epath.Path(src))
+    refuse_overlap(dst, src)
     source = open_source(src)
     parameters = describe(source, mesh, dtype)
     carried = {name: t for name, t in source.tensors.items() if is_carried(name)}
@@ -94,6 +97,14 @@ def convert(
             _verify(work, parameters, carried, source, progress)
         manifest = _manifest(source, parameters, dtype, hashes)
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _refuse_converted(src: epath.Path) -> None:
+    if (src / MANIFEST).exists() and (src / PARAMS).exists():
+        raise UserError(
+            f"{src} is a t1jax checkpoint already; expected a Hugging Face directory, which "
+            "t1jax export makes of it"
+        )
 
 
 def describe(source: Source, mesh: str, dtype: str) -> list[Parameter]:
@@ -144,11 +155,14 @@ def _tree(parameters: list[Parameter]) -> dict[str, Any]:
 
 def files_beside(directory: epath.Path) -> list[str]:
     """Tokenizer, chat template and configs: what travels along as it is."""
-    return sorted(
-        str(path)
+    files = [
+        path
         for path in directory.iterdir()
-        if path.name.endswith(TRAVELS) and not path.name.endswith(STAYS)
-    )
+        if path.name.endswith(TRAVELS) and not path.name.endswith(STAYS) and not path.is_dir()
+    ]
+    for path in files:
+        require_file(path)
+    return sorted(map(str, files))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from t1jax.checkpoint.fp8 import SCALE
 from t1jax.checkpoint.huggingface import Naming, by_tensor, is_carried, table
 from t1jax.checkpoint.parts import Index, Use, assemble
 from t1jax.checkpoint.restore import read_manifest
-from t1jax.checkpoint.staging import staged
+from t1jax.checkpoint.staging import refuse_overlap, staged
 from t1jax.checkpoint.tensor_files import (
     INDEX,
     Block,
@@ -34,6 +34,7 @@ from t1jax.errors import UserError
 from t1jax.model.config import from_huggingface
 from t1jax.progress import Progress
 
+SHARD_BYTES = 5 * 10**9  # of one file, unless another size is asked for
 Arrays = Mapping[Path, tensorstore.TensorStore]
 
 
@@ -42,7 +43,7 @@ def export(
     dst: epath.PathLike,
     *,
     text_only: bool = False,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes the Hugging Face directory `dst` from the t1jax checkpoint `src`.
@@ -51,11 +52,12 @@ def export(
       src: what `t1jax convert` made.
       dst: must not exist.
       text_only: leave out vision and MTP and write the flat text config (Qwen3_5MoeForCausalLM).
-      max_shard_bytes: of one file; a larger tensor gets a file of its own.
+      max_shard_bytes: of one file; None: 5 GB, or more if one tensor takes more.
       progress: None shows it on stderr.
 
     Raises:
-      UserError: `src` is no complete checkpoint, or `dst` exists.
+      UserError: `src` is no complete checkpoint, `dst` exists or is inside it, or a tensor is
+        larger than `max_shard_bytes`.
     """
     if progress is None:
         with Progress() as progress:
@@ -64,9 +66,10 @@ def export(
             )
     src = epath.Path(src)
     manifest = read_manifest(src)
+    refuse_overlap(dst, src)
     tensors = _tensors(src, manifest, text_only)
     total_bytes = sum(map(nbytes, tensors))
-    shards = into_shards(tensors, max_shard_bytes)
+    shards = into_shards(tensors, _largest_file(tensors, max_shard_bytes))
     with staged(dst, total_bytes) as work:
         progress.start("export", total_bytes)
         for name, shard in shards.items():
@@ -78,6 +81,19 @@ def export(
             (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if len(shards) > 1:
             (work / INDEX).write_text(index_of(shards))
+
+
+def _largest_file(tensors: list[Block], asked_bytes: int | None) -> int:
+    """How many bytes of tensors a file may hold: what was asked for, if every tensor fits."""
+    largest = max(tensors, key=nbytes)
+    if asked_bytes is None:
+        return max(SHARD_BYTES, nbytes(largest))
+    if asked_bytes < nbytes(largest):
+        raise UserError(
+            f"--max-shard-size of {asked_bytes} bytes is less than tensor {largest.name} takes, "
+            f"{nbytes(largest)} bytes, and a tensor is in one file; give at least that"
+        )
+    return asked_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,9 @@ repeated pattern.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -239,6 +241,7 @@ def check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str
       UnknownTensor, MissingTensor, SetTwice, MisshapenTensor: naming tensors and shapes.
     """
     naming = detect_naming(shapes)
+    _refuse_mixed_experts(shapes, config, naming.prefix, where)
     expected = {p.tensor: p.shape for parts in table(config, naming).values() for p in parts}
     scaled = {name + SCALE for name in expected}
     others = [n for n in shapes if n not in expected and n not in scaled and not is_carried(n)]
@@ -255,6 +258,35 @@ def check(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, where: str
         each = [f"{name} is {shapes[name]}, expected {expected[name]}" for name in wrong]
         raise MisshapenTensor(f"{where}: {named(each)}; config.json and the weights disagree")
     return naming
+
+
+def _refuse_mixed_experts(
+    names: Collection[str], config: ModelConfig, prefix: str, where: str
+) -> None:
+    """Layers of one expert layout beside layers of the other: no table reads that."""
+    pattern = re.compile(rf"{re.escape(prefix)}layers\.(\d+)\.mlp\.experts\.(\d+\.)?")
+    layouts: dict[int, set[str]] = {}
+    for found in filter(None, map(pattern.match, names)):
+        layouts.setdefault(int(found[1]), set()).add("per_expert" if found[2] else "fused")
+    single, fused = (
+        sorted(layer for layer, kinds in layouts.items() if kinds == {kind})
+        for kind in ("per_expert", "fused")
+    )
+    if not single or not fused:
+        return
+    begins = tuple(f"{prefix}layers.{layer}.mlp.experts." for layer in single)
+    rows = table(config, Naming(prefix, "per_expert"))
+    wanted = [p.tensor for parts in rows.values() for p in parts if p.tensor.startswith(begins)]
+    missing = [name for name in wanted if name not in names]
+    raise UserError(
+        f"{where} mixes expert layouts: one tensor per expert in layers {_listed(single)}, fused "
+        f"in layers {_listed(fused)}; use one layout for all layers"
+        + (f" (and add what is missing: {named(missing)})" if missing else "")
+    )
+
+
+def _listed(layers: list[int]) -> str:
+    return named([str(layer) for layer in layers])
 
 
 def _refuse_others(others: list[str], config: ModelConfig, naming: Naming, where: str) -> None:
@@ -324,6 +356,9 @@ class Source:
 
 def open_source(directory: epath.PathLike) -> Source:
     """Reads config.json and all headers of a Hugging Face directory, and checks them."""
+    if is_local(epath.Path(directory)) and not os.path.isdir(directory):
+        what = "is a file" if os.path.exists(directory) else "does not exist"
+        raise UserError(f"{directory} {what}; expected the directory of a Hugging Face checkpoint")
     document = read_json(epath.Path(directory) / "config.json")
     config = from_huggingface(document, str(epath.Path(directory) / "config.json"))
     tensors = read_directory(directory)

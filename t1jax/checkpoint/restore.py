@@ -9,7 +9,7 @@ from etils import epath
 
 from t1jax.checkpoint.chunked import check_complete
 from t1jax.checkpoint.convert import FORMAT, MANIFEST, PARAMS
-from t1jax.checkpoint.huggingface import head_name, load_params
+from t1jax.checkpoint.huggingface import LAYOUTS, PREFIXES, head_name, load_params
 from t1jax.checkpoint.staging import MARK
 from t1jax.checkpoint.tensor_files import INDEX, SINGLE, is_present, read_json
 from t1jax.checkpoint.trees import flatten, put
@@ -61,7 +61,26 @@ def read_manifest(path: epath.Path) -> dict[str, Any]:
             f"{path / MANIFEST} has format {manifest.get('format')!r}; this t1jax reads "
             f"{FORMAT}: convert the checkpoint again"
         )
+    _check_manifest(manifest, path / MANIFEST)
     return manifest
+
+
+def _check_manifest(manifest: dict[str, Any], where: epath.Path) -> None:
+    source = manifest.get("source")
+    source = source if isinstance(source, dict) else {}
+    read = {
+        "config": isinstance(manifest.get("config"), dict),
+        "cast_to": isinstance(manifest.get("cast_to"), str),
+        "source.prefix": source.get("prefix") in PREFIXES,
+        "source.experts": source.get("experts") in LAYOUTS,
+        "source.tensors": isinstance(source.get("tensors"), dict),
+    }
+    wrong = [name for name, right in read.items() if not right]
+    if wrong:
+        raise UserError(
+            f"{where} is damaged: {', '.join(wrong)} missing or malformed; convert the checkpoint "
+            "again"
+        )
 
 
 def _is_converted(path: epath.Path) -> bool:

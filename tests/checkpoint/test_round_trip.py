@@ -203,6 +203,22 @@ def test_shards_hold_at_most_what_they_may_and_the_index_finds_all(tmp_path, con
     assert not (tmp_path / "back" / SINGLE).exists()
 
 
+def test_a_shard_size_that_a_tensor_exceeds_is_refused(tmp_path, converted):
+    largest = max(read_directory(made.FIXTURES / "ref-b").values(), key=lambda t: t.nbytes)
+    back = tmp_path / "back"
+    with pytest.raises(UserError, match=rf"max-shard-size.*{largest.name}.*{largest.nbytes} bytes"):
+        export(converted("ref-b"), back, max_shard_bytes=largest.nbytes - 1)
+    assert made.left_behind(tmp_path) == []
+    export(converted("ref-b"), back, max_shard_bytes=largest.nbytes, progress=made.silent())
+    made.assert_same_tensors(made.FIXTURES / "ref-b", back)
+
+
+def test_without_a_shard_size_a_tensor_of_any_size_fits(tmp_path, converted, monkeypatch):
+    monkeypatch.setattr("t1jax.checkpoint.export.SHARD_BYTES", 1000)
+    export(converted("ref-b"), tmp_path / "back", progress=made.silent())
+    made.assert_same_tensors(made.FIXTURES / "ref-b", tmp_path / "back")
+
+
 def test_a_text_only_export_has_the_text_models_tensors_and_config(tmp_path, converted):
     export(converted("ref-b"), tmp_path / "text", text_only=True, progress=made.silent())
     source = read_directory(made.FIXTURES / "ref-b")
