@@ -95,6 +95,7 @@ def load(root: str | Path) -> Task:
     for path in (root / "instruction.md", root / "tests" / "test.sh"):
         if not path.is_file():
             raise TaskError(f"{path} is missing; every task needs it")
+    _refuse_outside(root, config)
     instruction = _read_text(root / "instruction.md").strip()
     if not instruction:
         raise TaskError(f"{root / 'instruction.md'} is empty; expected what the agent is to do")
@@ -173,6 +174,31 @@ def _explained(error: ValidationError) -> str:
         shown = "" if detail["type"] in ("missing", "value_error") else f" = {detail['input']!r}"
         parts.append(f"{field}{shown}: {message}")
     return "; ".join(parts)
+
+
+def _refuse_outside(root: Path, config: TaskConfig) -> None:
+    """What the local back end copies lies below environment/, and no link in it leads out."""
+    local, environment = config.environment.local, root.resolve() / "environment"
+    if local is None:
+        return
+    for field, given in (("files", local.files), ("setup", local.setup)):
+        path = environment / given
+        for inside in (path, *(sorted(path.rglob("*")) if field == "files" else ())):
+            if not _stays(inside, environment):
+                raise TaskError(
+                    f"{root}/task.toml: environment.local.{field} = {given!r}: {inside} leads out "
+                    f"of {environment}; expected files below it, and links that stay there"
+                )
+
+
+def _stays(path: Path, folder: Path) -> bool:
+    """False where a path or what it links to, also to nothing, lies elsewhere."""
+    if path.is_symlink() and path.readlink().is_absolute():
+        return False
+    try:
+        return path.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):  # a link to itself
+        return False
 
 
 def _refuse_unsupported(root: Path, config: TaskConfig) -> None:

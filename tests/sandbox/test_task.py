@@ -1,5 +1,6 @@
 """Harbor's task format: what loads, what is refused, and what the messages say."""
 
+import os
 import warnings
 
 import pytest
@@ -237,3 +238,36 @@ def test_tasks_are_found_below_a_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(TaskError, match=r"no task.toml in or below .*/empty"):
         list(tasks.find(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("local", "link", "field"),
+    [
+        ("files = '../../secret'", "", "files = '../../secret'"),
+        ("files = '/etc'", "", "files = '/etc'"),
+        ("setup = '../../secret/s.sh'", "", "setup = '../../secret/s.sh'"),
+        ("files = 'files'", "files", "files = 'files'"),
+        ("files = 'files'", "files/deep/key", "files = 'files'"),
+        ("setup = 's.sh'", "s.sh", "setup = 's.sh'"),
+    ],
+)
+@pytest.mark.parametrize("absolute", [True, False])
+def test_what_local_copies_never_leads_out_of_the_task(tmp_path, local, link, field, absolute):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/s.sh").write_text("true\n")
+    root = write(tmp_path / "task", f"[environment.local]\n{local}\n")
+    if link:
+        path = root / "environment" / link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = tmp_path / "secret/s.sh"
+        path.symlink_to(target if absolute else os.path.relpath(target, path.parent))
+    with pytest.raises(TaskError) as caught:
+        tasks.load(root)
+    assert f"{root}/task.toml: environment.local.{field}: " in str(caught.value)
+
+
+def test_links_that_stay_among_the_files_are_no_obstacle(tmp_path):
+    root = write(tmp_path, "[environment.local]\n", environment__files__a="x")
+    (root / "environment/files/b").symlink_to("a")
+    (root / "environment/files/gone").symlink_to("nothing")
+    tasks.load(root)
