@@ -46,7 +46,7 @@ class Terminal:
             "timed_out": done.timed_out,
             "seconds": round(seconds, 4),
         }
-        with self._trajectory.open("a", encoding="utf-8") as file:
+        with self._trajectory.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 

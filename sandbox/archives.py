@@ -9,7 +9,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from sandbox.base import Archive, TooLargeError
+from sandbox.base import Archive, TooLargeError, UnsafeArchiveError
 from t1jax.errors import UserError
 
 IN_MEMORY_BYTES = 8 << 20
@@ -40,8 +40,10 @@ def unpack(archive: Archive, dst: Path, *, max_bytes: int) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{dst.name}-", dir=dst.parent))
     try:
         _extract(archive, work, max_bytes)
-        (top,) = work.iterdir()
-        top.rename(dst)
+        found = list(work.iterdir())
+        if len(found) != 1:
+            raise UnsafeArchiveError(f"download refused: {len(found)} files or directories, not 1")
+        found[0].rename(dst)
     finally:
         shutil.rmtree(work)
 
@@ -60,8 +62,8 @@ def _extract(archive: Archive, work: Path, max_bytes: int) -> None:
                         f"download of more than {max_bytes} bytes or {MAX_MEMBERS} files"
                     )
                 tar.extract(member, work, set_attrs=member.isfile(), filter=_readable)
-    except tarfile.TarError as error:
-        raise UserError(f"download refused: {error}") from error
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise UnsafeArchiveError(f"download refused: {error}") from error
 
 
 def _owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo:

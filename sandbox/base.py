@@ -34,6 +34,7 @@ AGENT_SESSION = "agent"
 TIMEOUT_EXIT_CODE = 124  # as of timeout(1)
 MAX_OUTPUT_BYTES = 1 << 20  # of one command: the first and the last half are kept
 MAX_ARCHIVE_BYTES = 1 << 30
+TRANSFER_TIMEOUT_S = 300.0  # of one archive, in or out
 
 
 class InfraError(UserError):
@@ -50,6 +51,10 @@ class RefusedError(UserError):
 
 class BuildError(UserError):
     """The image's own definition does not build; the message ends with the build's last lines."""
+
+
+class UnsafeArchiveError(UserError):
+    """A download holds what must not or cannot be written here; nothing of it was kept."""
 
 
 class TooLargeError(UserError):
@@ -191,7 +196,8 @@ class Sandbox(Protocol):
     async def download(self, src: str, dst: Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
         """Copies a file or directory to the new path `dst`; links that lead outside are refused.
 
-        Raises FileNotFoundError where there is no `src`, TooLargeError above `max_bytes`.
+        Raises FileNotFoundError where there is no `src`, TooLargeError above `max_bytes`,
+        UnsafeArchiveError for links that lead out and names that this file system refuses.
         """
 
     async def read_archive(self, src: str, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> Archive:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -22,6 +23,7 @@ import docker.types
 
 from sandbox.archives import spool
 from sandbox.base import (
+    TRANSFER_TIMEOUT_S,
     Archive,
     Environment,
     InfraError,
@@ -299,10 +301,12 @@ def remove_container(engine: Engine, name: str) -> None:
 def _read_archive(engine: Engine, name: str, src: str, max_bytes: int) -> Archive:
     chunks: Any
     chunks, _ = engine.client.api.get_archive(name, str(PurePosixPath(src)))
-    file = spool()
+    file, deadline = spool(), time.monotonic() + TRANSFER_TIMEOUT_S
     try:
         for chunk in chunks:
             file.write(chunk)
+            if time.monotonic() > deadline:
+                raise SandboxBrokenError(f"{name}: no copy of {src} in {TRANSFER_TIMEOUT_S:g} s")
             if file.tell() > max_bytes:
                 raise TooLargeError(f"{src} in {name} is larger than {max_bytes} bytes")
     except BaseException:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -25,6 +25,7 @@ from sandbox.base import (
     MAX_ARCHIVE_BYTES,
     MAX_OUTPUT_BYTES,
     TIMEOUT_EXIT_CODE,
+    TRANSFER_TIMEOUT_S,
     Archive,
     Environment,
     ExecResult,
@@ -167,7 +168,7 @@ class HarborBox:
                 raise TooLargeError(f"{src} in {self.name} is larger than {max_bytes} bytes")
             with tempfile.TemporaryDirectory() as folder:
                 local = Path(folder) / "archive.tar"
-                await self._call("download", self._inner.download_file(packed, local))
+                await self._call("download", _timed(self._inner.download_file(packed, local)))
                 file = archives.spool()
                 with open(local, "rb") as content:
                     shutil.copyfileobj(content, file)
@@ -183,7 +184,7 @@ class HarborBox:
             local = Path(folder) / "archive.tar"
             with open(local, "wb") as content:
                 shutil.copyfileobj(archive.file, content)
-            await self._call("upload", self._inner.upload_file(local, packed))
+            await self._call("upload", _timed(self._inner.upload_file(local, packed)))
         await self._checked(f"tar -C {shlex.quote(parent)} -xpf {packed} && rm -f {packed}")
 
     async def _run(
@@ -230,6 +231,11 @@ class HarborBox:
             raise
         except Exception as error:  # each of Harbor's services raises its own
             raise InfraError(f"{self.name}: {what}: {type(error).__name__}: {error}") from error
+
+
+async def _timed(transfer: Awaitable[None]) -> None:
+    async with asyncio.timeout(TRANSFER_TIMEOUT_S):
+        await transfer
 
 
 class HarborBackend:

@@ -16,16 +16,19 @@ import functools
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 from sandbox import cgroups
 from sandbox.archives import spool
 from sandbox.base import (
     PATH,
+    TRANSFER_TIMEOUT_S,
     Archive,
     Environment,
     InfraError,
@@ -35,7 +38,7 @@ from sandbox.base import (
     TooLargeError,
 )
 from sandbox.box import Box, first_command
-from sandbox.channel import CHUNK_BYTES
+from sandbox.channel import CHUNK_BYTES, Capture
 from sandbox.toolchain import ETC_DIRECTORIES, ETC_FILES, toolchain
 from t1jax.errors import UserError
 
@@ -43,6 +46,7 @@ WORKDIR = "/app"
 SHM_BYTES = 64 << 20
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 20.0
+MAX_PROBLEM_BYTES = 1 << 14  # of what tar says: an agent can make it say any amount
 NS_GET_USERNS = 0xB701  # ioctl_ns(2)
 FIRST_UID, UIDS = 1 << 30, 1 << 30  # host users for sandboxes that root starts; no others are there
 ENV = {"PATH": PATH, "HOME": "/root", "USER": "root", "LOGNAME": "root", "LANG": "C.UTF-8"}
@@ -155,40 +159,52 @@ class LocalMachine:
     async def read_archive(self, src: str, *, max_bytes: int) -> Archive:
         path = PurePosixPath(src)
         words = ["--create", "--file=-", f"--directory={path.parent}", "--", path.name or "."]
-        async with self._tar(words) as tar:
-            assert tar.stdout is not None and tar.stderr is not None
-            file = spool()
-            while chunk := await tar.stdout.read(CHUNK_BYTES):
-                file.write(chunk)
-                if file.tell() > max_bytes:
-                    file.close()
-                    raise TooLargeError(f"{src} in {self.name} is larger than {max_bytes} bytes")
-            problem = (await tar.stderr.read()).decode(errors="replace").strip()
-            if await tar.wait() != 0:
-                file.close()
-                if "Cannot stat: No such file" in problem or "Cannot open: No such" in problem:
-                    raise FileNotFoundError(f"no {src} in sandbox {self.name}")
-                raise SandboxBrokenError(f"{self.name}: reading {src}: {problem[-300:]}")
+        file = spool()
+        try:
+            await self._pack_into(file, src, words, max_bytes)
+        except BaseException:
+            file.close()
+            raise
         file.seek(0)
         return Archive(file)
 
+    async def _pack_into(
+        self, file: IO[bytes], src: str, words: list[str], max_bytes: int
+    ) -> None:
+        async with self._tar(words) as (tar, told):
+            assert tar.stdout is not None
+            while chunk := await tar.stdout.read(CHUNK_BYTES):
+                file.write(chunk)
+                if file.tell() > max_bytes:
+                    raise TooLargeError(f"{src} in {self.name} is larger than {max_bytes} bytes")
+            problem = await told
+            if await tar.wait() != 0:
+                if "Cannot stat: No such file" in problem or "Cannot open: No such" in problem:
+                    raise FileNotFoundError(f"no {src} in sandbox {self.name}")
+                raise SandboxBrokenError(f"{self.name}: reading {src}: {problem[-300:]}")
+
     async def write_archive(self, archive: Archive, parent: str) -> None:
         words = ["--extract", "--file=-", "--no-same-owner", "--preserve-permissions"]
-        async with self._tar([*words, f"--directory={parent}"]) as tar:
-            assert tar.stdin is not None and tar.stderr is not None
+        async with self._tar([*words, f"--directory={parent}"]) as (tar, told):
+            assert tar.stdin is not None
             archive.file.seek(0)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # tar says why
                 while chunk := archive.file.read(CHUNK_BYTES):
                     tar.stdin.write(chunk)
                     await tar.stdin.drain()
             tar.stdin.close()
-            problem = (await tar.stderr.read()).decode(errors="replace").strip()
+            problem = await told
             if await tar.wait() != 0:
                 raise SandboxBrokenError(f"{self.name}: writing below {parent}: {problem[-300:]}")
 
     @contextlib.asynccontextmanager
-    async def _tar(self, words: list[str]) -> AsyncIterator[asyncio.subprocess.Process]:
-        """The system's tar, which sees the sandbox's files and is not seen from inside."""
+    async def _tar(
+        self, words: list[str]
+    ) -> AsyncIterator[tuple[asyncio.subprocess.Process, "asyncio.Task[str]"]]:
+        """The system's tar, which sees the sandbox's files and is not seen from inside.
+
+        What it says is read all the while, so that it never waits for us; beside it, until then.
+        """
         if self._process is None:
             raise RuntimeError(f"sandbox {self.name} is not started, or stopped")
         with _namespaces(self._first_pid) as (user, mount):
@@ -206,11 +222,21 @@ class LocalMachine:
                 pass_fds=(user, mount),
                 env={"PATH": PATH, "LC_ALL": "C"},
             )
+        told = asyncio.create_task(_told(tar))
         try:
-            yield tar
+            async with asyncio.timeout(TRANSFER_TIMEOUT_S):
+                yield tar, told
+        except TimeoutError:
+            raise SandboxBrokenError(
+                f"{self.name}: no copy within {TRANSFER_TIMEOUT_S:g} s: tar {shlex.join(words)}"
+            ) from None
         finally:
+            told.cancel()
             if tar.returncode is None:
-                await _kill(tar, tar.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    tar.kill()
+            await asyncio.wait({told})
+            await _kill(tar, tar.pid)
 
     def _as_owner(self) -> list[str]:
         if os.geteuid() != 0:
@@ -269,6 +295,15 @@ def _namespaces(pid: int) -> Iterator[tuple[int, int]]:
             os.close(user)
     finally:
         os.close(mount)
+
+
+async def _told(tar: asyncio.subprocess.Process) -> str:
+    """The beginning and the end of what it says, read until it says no more."""
+    assert tar.stderr is not None
+    capture = Capture(MAX_PROBLEM_BYTES)
+    while chunk := await tar.stderr.read(CHUNK_BYTES):
+        capture.add(chunk)
+    return capture.text().strip()
 
 
 async def _kill(process: asyncio.subprocess.Process, pid: int) -> None:

@@ -6,6 +6,7 @@ Knows nothing of outcomes; verify.py judges.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -16,8 +17,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MAX_REPORT_BYTES = 64 * 2**20
+CTRF_JSON = "ctrf.json"  # where pytest-json-ctrf writes
 REWARD_JSON = "reward.json"
 REWARD_TXT = "reward.txt"
+MAX_NOTES = 20  # problems of a report, flags of a verdict: an agent can cause any number
+MAX_NOTE_CHARACTERS = 500
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -49,6 +53,9 @@ class Report:
     rewards: dict[str, float]  # of the reward file; empty where none can be read
     problems: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problems", bounded(self.problems))
+
     @property
     def passed(self) -> frozenset[str]:
         return frozenset(n for n, status in self.assertions.items() if status == Status.passed)
@@ -57,6 +64,17 @@ class Report:
     def usable(self) -> bool:
         """False where nothing can be counted: no report, no test in it, or an unreadable one."""
         return bool(self.assertions)
+
+
+def bounded(notes: Iterable[str]) -> tuple[str, ...]:
+    """At most MAX_NOTES of them, none too long, and all of them text that UTF-8 can hold."""
+    kept = [_note(note) for note in itertools.islice(notes, MAX_NOTES + 1)]
+    return (*kept[: MAX_NOTES - 1], "… and more") if len(kept) > MAX_NOTES else tuple(kept)
+
+
+def _note(note: str) -> str:
+    text = note.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_NOTE_CHARACTERS else f"{text[: MAX_NOTE_CHARACTERS - 1]}…"
 
 
 class UnreadableError(Exception):
@@ -102,16 +120,34 @@ def _read_tests(paths: Iterable[Path], parse: Parser, problems: list[str]) -> Te
         if path.name == REWARD_JSON:
             continue
         try:
-            found = parse(_read_text(path))
+            found = _checked(parse(_read_text(path)))
         except UnreadableError as error:
             problems.append(f"{path.name}: {error}")
             broken = True
             continue
+        if found is None and path.name == CTRF_JSON:
+            problems.append(f"{path.name}: no CTRF report (it has no results)")
         if found is not None:
             tests = (tests or []) + found
             if not found:
                 problems.append(f"{path.name}: no test was collected")
     return [] if tests is None and broken else tests
+
+
+def _checked(tests: Tests | None) -> Tests | None:
+    """Refuses names that are no text: lone surrogates, which no file can hold."""
+    for name, _ in tests or ():
+        if not _is_text(name):
+            raise UnreadableError(f"a test's name is no text: {_short(name)}")
+    return tests
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _by_name(tests: Tests) -> dict[str, Status]:
@@ -132,7 +168,7 @@ def parse_ctrf(text: str) -> Tests | None:
         summary, listed = fields["results"]["summary"], fields["results"]["tests"]
         tests = [(str(test["name"]), _ctrf_status(test["status"])) for test in listed]
         counted = (int(summary["tests"]), int(summary["passed"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UnreadableError(f"no CTRF report ({type(error).__name__}: {error})") from None
     passed = sum(status == Status.passed for _, status in tests)
     if counted != (len(tests), passed):
@@ -195,9 +231,18 @@ def _parse_reward_json(text: str) -> dict[str, float]:
     for name, value in fields.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UnreadableError(f"{name} is {_short(value)}, no number")
-        if not math.isfinite(value):
-            raise UnreadableError(f"{name} is {value}, not finite")
+        if not _is_text(name):
+            raise UnreadableError(f"a name is no text: {_short(name)}")
+        if not _is_finite(value):
+            raise UnreadableError(f"{name} is {_short(value)}, not finite")
     return {name: float(value) for name, value in fields.items()}
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that is too large for one
+        return False
 
 
 def _parse_reward_txt(text: str) -> dict[str, float]:
@@ -230,6 +275,8 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UnreadableError(f"byte {error.start} is no UTF-8") from None
+    except OSError as error:
+        raise UnreadableError(f"cannot be read: {error.strerror}") from None
 
 
 def _short(value: object) -> str:

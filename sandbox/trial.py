@@ -301,7 +301,7 @@ class _Trial:
             source=Source.nothing,
             passed=frozenset(),
             total=0 if known is None else len(known.oracle_passed),
-            nop_passed=0 if known is None else len(known.nop_passed & known.oracle_passed),
+            nop_passed=None if known is None else len(known.nop_passed & known.oracle_passed),
             rewards={},
             flags=(str(error),),
         )
@@ -346,5 +346,6 @@ async def _workdir(box: Sandbox) -> str:
 def _write_result(result: TrialResult) -> None:
     """Last of a trial's files, and by a rename: a directory that has it is complete."""
     aside = result.folder / "result.json.incomplete"
-    aside.write_text(json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(result.to_json(), indent=2, ensure_ascii=False) + "\n"
+    aside.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON's own escapes
     os.replace(aside, result.folder / "result.json")

@@ -27,6 +27,7 @@ from sandbox.base import (
     Sandbox,
     SandboxBrokenError,
     TooLargeError,
+    UnsafeArchiveError,
 )
 from sandbox.environment import environment_of, limits_of
 from sandbox.reports import Report, Source
@@ -164,8 +165,10 @@ async def _run(task: Task, box: Sandbox, logs: Path) -> Report:
         raise VerifierTimeoutError(f"no end after {config.timeout_sec:g} s")
     try:
         await box.download(LOGS, logs, max_bytes=MAX_LOGS_BYTES)
-    except (FileNotFoundError, TooLargeError) as error:
+    except (FileNotFoundError, TooLargeError, UnsafeArchiveError) as error:
         return unusable(f"{LOGS}: {error}")
+    if logs.is_symlink() or not logs.is_dir():
+        return unusable(f"{LOGS} is no directory any more")
     return reports.read(logs)
 
 

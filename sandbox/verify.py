@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from sandbox.reports import Report, Source, Status
+from sandbox.reports import Report, Source, Status, bounded
 
 DISAGREEMENT = "report and reward file disagree"
 PAPER_SCALE = 20  # T1's reward: assertions passed / 20
@@ -56,9 +56,12 @@ class Verdict:
     source: Source
     passed: frozenset[str]
     total: int
-    nop_passed: int  # assertions that doing nothing passes; 0 where no audit says so
+    nop_passed: int | None  # assertions that doing nothing passes; None where no audit says so
     rewards: dict[str, float]
     flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flags", bounded(self.flags))
 
     @property
     def graded(self) -> bool:
@@ -68,13 +71,16 @@ class Verdict:
     @property
     def gained(self) -> float:
         """The share of what there was to gain beyond doing nothing; below 0 where work was lost."""
+        if self.nop_passed is None:
+            raise ValueError("what doing nothing passes is not known: audit the task")
         if self.total == self.nop_passed:
             raise ValueError("doing nothing passes every assertion: nothing can be gained")
         return (len(self.passed) - self.nop_passed) / (self.total - self.nop_passed)
 
     def to_json(self) -> dict[str, Any]:
         """Everything of it; rewards are null where there is none, so that none is taken for 0."""
-        gained = self.gained if self.graded and self.total > self.nop_passed else None
+        known = self.nop_passed is not None and self.total > self.nop_passed
+        gained = self.gained if self.graded and known else None
         return {
             "source": self.source.value,
             "passed": sorted(self.passed) if self.graded else None,
@@ -111,7 +117,6 @@ class Verdict:
 def judge(report: Report, baseline: Baseline | None = None) -> Verdict:
     """Counts a report against the oracle's assertions, or its own where no audit was made."""
     known = frozenset(report.assertions) if baseline is None else baseline.oracle_passed
-    nop_passed = frozenset() if baseline is None else baseline.nop_passed & known
     flags = list(report.problems) + _doubts(report, known)
     passed = report.passed & known
     if not report.usable:
@@ -126,7 +131,7 @@ def judge(report: Report, baseline: Baseline | None = None) -> Verdict:
         source=report.source,
         passed=passed,
         total=len(known),
-        nop_passed=len(nop_passed),
+        nop_passed=None if baseline is None else len(baseline.nop_passed & known),
         rewards=report.rewards,
         flags=tuple(flags),
     )
