@@ -105,3 +105,8 @@ def test_a_rotary_fraction_stands_in_either_place(outer, inner, dims):
 )
 def test_fields_that_do_not_fit(sizes, words):
     refused(made.document(**sizes), *words)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_finite_number_is_told_so(value):
+    refused(made.document(rms_norm_eps=value), f"rms_norm_eps={value}; expected a finite number")
