@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sandbox.base import ExecResult, Sandbox
-from sandbox.task import Task, expand
+from sandbox.task import Task, TaskError, expand
 from sandbox.verify import Outcome
 from t1jax.errors import UserError
 
@@ -77,7 +77,7 @@ class Oracle:
     async def run(self, task: Task, terminal: Terminal) -> Outcome | None:
         script = task.solution / "solve.sh"
         if not script.is_file():
-            raise UserError(f"{script} is missing; the oracle agent runs it")
+            raise TaskError(f"{script} is missing; the oracle agent runs it")
         await terminal.box.upload(task.solution, "/solution")
         env = expand(task.config.solution.env, os.environ, f"{task.root}/task.toml: solution.env")
         exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in env.items())

@@ -6,6 +6,7 @@ oracle's assertions (the denominator) and those that doing nothing passes.
 An audit that was interrupted goes on: tasks whose files have not changed keep their line.
 """
 
+import contextlib
 import dataclasses
 import json
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 from sandbox import scorer, static_checks
 from sandbox import task as tasks
 from sandbox.agents import Agent, Nop, Oracle, Terminal
-from sandbox.base import Backend, BuildError, RefusedError
+from sandbox.base import Backend, BuildError, InfraError, RefusedError
 from sandbox.cheat import Cheat
 from sandbox.scorer import Endpoint, NotScoredError
 from sandbox.static_checks import Finding, Severity, content_digest
@@ -80,8 +81,15 @@ class Record:
 
     @classmethod
     def from_line(cls, line: str) -> "Record":
+        """Raises ValueError, TypeError or KeyError for what `to_line` did not write."""
         fields = json.loads(line)
-        return cls(**fields | {"decision": Decision(fields["decision"])})
+        record = cls(**fields | {"decision": Decision(fields["decision"])})
+        for field in dataclasses.fields(cls):
+            if field.type in (str, list[str]) and not isinstance(
+                getattr(record, field.name), str if field.type is str else list
+            ):
+                raise TypeError(f"{field.name} is {getattr(record, field.name)!r}")
+        return record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,24 +132,30 @@ class Auditor:
 
     async def audit(self, root: Path) -> Record:
         """Everything there is to say of the task in this directory."""
-        record = Record(task=root.name, path=str(root), digest=content_digest(root))
+        record = Record(task=root.name, path=str(root), digest="")
+        try:
+            record.digest = content_digest(root)
+            await self._judge(root, record)
+        except (TaskError, ValueError) as error:
+            record.add(Decision.reject, str(error))
+        except Exception as error:  # a fault of ours or of the machine: the other tasks go on
+            record.add(Decision.infra_error, f"{type(error).__name__}: {error}")
+        if record.runnable and self._endpoint is not None:
+            await self._score(tasks.load(root), record, self._endpoint)
+        return record
+
+    async def _judge(self, root: Path, record: Record) -> None:
+        """What its files show and what running it shows; all of it, also of a rejected task."""
         try:
             task = tasks.load(root)
         except UnsupportedTask as error:
             record.add(Decision.unsupported, str(error))
-            return record
-        except TaskError as error:
-            record.add(Decision.reject, str(error))
-            return record
+            return
         record.task, record.metadata = task.name, dict(task.config.metadata)
         record.add_findings(static_checks.check(task))
         if str(root) in self._copies:
             record.add(Decision.reject, f"nearly the same text as {self._copies[str(root)]}")
-        if record.runnable:
-            await self._execute(task, record)
-        if record.runnable and self._endpoint is not None:
-            await self._score(task, record, self._endpoint)
-        return record
+        await self._execute(task, record)
 
     async def _score(self, task: Task, record: Record, endpoint: Endpoint) -> None:
         """Hard rejects reject; the total is for `select` to use."""
@@ -155,16 +169,20 @@ class Auditor:
             record.add(Decision.reject, f"hard reject by the scorer: {name}")
 
     async def _execute(self, task: Task, record: Record) -> None:
+        """One check after the other, up to the first that finds something."""
+        known = len(record.reasons)
         try:
             with tempfile.TemporaryDirectory(prefix="t1jax-audit-") as folder:
                 for check in (self._oracle, self._nop, self._cheat):
                     await check(task, record, Path(folder))
-                    if not record.runnable:
+                    if len(record.reasons) > known:
                         return
         except RefusedError as error:
             record.add(Decision.unsupported, str(error))
         except BuildError as error:
             record.add(Decision.reject, f"its image does not build: {error}")
+        except InfraError as error:
+            record.add(Decision.infra_error, str(error))
 
     async def _run(
         self, task: Task, agent: Agent, record: Record, folder: Path, key: str
@@ -233,6 +251,6 @@ def find_copies(roots: Iterable[Path]) -> dict[str, str]:
     instructions = {}
     for root in roots:
         path = root / "instruction.md"
-        if path.is_file():
+        with contextlib.suppress(OSError):  # which its own audit then says
             instructions[str(root)] = path.read_text(encoding="utf-8", errors="replace")
     return static_checks.near_duplicates(instructions)

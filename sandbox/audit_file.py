@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,25 +17,25 @@ from t1jax.errors import UserError
 
 
 def read(path: Path) -> list[Record]:
-    """All complete lines, the later of two for the same task.
+    """All complete lines, the later of two for the same task; each that is no record is warned of.
 
-    Raises:
-      UserError: a line is no record; a last line without its end was never finished and is left.
+    A last line without its end was never finished and is left.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if lines and not lines[-1].endswith("\n"):
-        del lines[-1]
     records = {}
     for number, line in enumerate(lines, 1):
         try:
-            record = Record.from_line(line)
+            record = Record.from_line(line.decode())
         except (ValueError, TypeError, KeyError):
-            raise UserError(
-                f"{path} line {number} is no audit record; expected what `t1jax audit --out` writes"
-            ) from None
+            warnings.warn(
+                f"{path} line {number} is no audit record: skipped; "
+                "`t1jax audit` audits that task again",
+                stacklevel=2,
+            )
+            continue
         records[record.path] = record
     return list(records.values())
 
@@ -59,15 +60,16 @@ class AuditFile:
     def is_done(self, root: Path) -> bool:
         """True where this task, with these files, has its line already."""
         known = self.records.get(str(root))
-        return (
-            known is not None
-            and known.decision != Decision.infra_error
-            and known.digest == content_digest(root)
-        )
+        if known is None or known.decision == Decision.infra_error:
+            return False
+        try:
+            return known.digest == content_digest(root)
+        except OSError:
+            return False
 
     def add(self, record: Record) -> None:
         self.records[record.path] = record
-        self._file.write(record.to_line().encode())
+        self._file.write(record.to_line().encode("utf-8", "backslashreplace"))
         self._file.flush()
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class AuditFile:
 
 
 def table(records: Iterable[Record]) -> Table:
-    """How many tasks were decided how, with the most common reason."""
+    """How many tasks were decided how, with every reason, the most common first."""
     records = list(records)
     shown = Table(title=f"{len(records)} tasks", title_justify="left")
     for column in ("decision", "tasks", "assertions", "free", "s a trial", "reason"):
@@ -93,12 +95,12 @@ def _figures(records: list[Record]) -> tuple[str, str, str, str]:
     trials = [sum(stages.values()) for record in records for stages in record.seconds.values()]
     reasons = Counter(
         reason.split(":")[0][:60] for record in records for reason in record.reasons
-    ).most_common(1)
+    ).most_common()
     return (
         str(assertions),
         str(free),
         f"{sum(trials) / len(trials):.2f}" if trials else "-",
-        f"{reasons[0][0]} ({reasons[0][1]})" if reasons else "",
+        "\n".join(f"{reason} ({count})" for reason, count in reasons),
     )
 
 

@@ -175,7 +175,8 @@ def trial(
         folder = Path(keep or scratch) / f"{task.root.name}__{secrets.token_hex(4)}"
         result = run_until_done(run(folder), UserError("ended by a signal; the sandbox is removed"))
     fields = result.to_json() | ({"folder": str(folder)} if keep else {})
-    print(json.dumps(fields, indent=2, ensure_ascii=False))
+    text = json.dumps(fields, indent=2, ensure_ascii=False)
+    print(text.encode("utf-8", "backslashreplace").decode(), flush=True)
     if result.outcome == Outcome.infra_error:
         raise UserError(f"{task.name}: infrastructure error: {result.error}")
 

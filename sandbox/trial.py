@@ -121,6 +121,8 @@ async def run_trial(
     refusal = backend.refusal(environment_of(task, backend.name))
     if refusal:
         raise RefusedError(f"{task.root}: {refusal}")
+    if config.is_fresh(task) and (task.artifacts or task.knows_workdir):
+        verifier.state_paths(task, task.workdir, backend.name)
     folder.mkdir(parents=True, exist_ok=True)
     trial = _Trial(task, agent, backend, folder, config, baseline, on_stage)
     try:

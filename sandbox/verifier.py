@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import posixpath
 import shlex
 import tarfile
 import tempfile
@@ -46,7 +47,11 @@ TOOLCHAIN = (
 UNTOUCHABLE = ("/opt/verifier", "/etc/ld.so.preload")
 MAX_TOOLCHAIN_BYTES = 256 * 2**20
 MAX_LOGS_BYTES = 128 * 2**20
-FORBIDDEN_STATE = ("/tests", "/logs", "/opt/verifier", "/usr", "/bin", "/lib", "/etc/ld.so.preload")
+FORBIDDEN_STATE = (
+    *("/tests", "/logs", "/opt/verifier", "/usr", "/etc/ld.so.preload", "/proc", "/sys", "/dev"),
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+)
+READ_ONLY = {"local": ("/etc", "/opt")}  # by back end: where nothing can be copied to besides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,20 +111,29 @@ async def save_state(task: Task, box: Sandbox, workdir: str) -> State:
     return State(archives=tuple(archives), problems=tuple(problems))
 
 
-def state_paths(task: Task, workdir: str) -> tuple[str, ...]:
+def state_paths(task: Task, workdir: str, backend: str = "") -> tuple[str, ...]:
     """The task's artifacts, else the working directory.
 
     Raises:
-      RefusedError: one of them would bring what the verifier has to trust.
+      RefusedError: one of them would bring what the verifier has to trust, or cannot be copied.
     """
-    paths = tuple(item.source.rstrip("/") or "/" for item in task.artifacts) or (workdir,)
+    paths = tuple(_plain(item.source) for item in task.artifacts) or (workdir,)
     for path in paths:
-        if path == "/" or any(f"{path}/".startswith(f"{place}/") for place in FORBIDDEN_STATE):
+        places = (*FORBIDDEN_STATE, *READ_ONLY.get(backend, ()))
+        if any(_within(path, place) or _within(place, path) for place in places):
             raise RefusedError(
                 f"{task.root}: a fresh verifier cannot take over {path}; name the task's artifacts "
                 "in task.toml or verify with `shared`"
             )
     return paths
+
+
+def _plain(path: str) -> str:
+    return "/" + posixpath.normpath(path).lstrip("/")
+
+
+def _within(path: str, place: str) -> bool:
+    return f"{path.rstrip('/')}/".startswith(f"{place.rstrip('/')}/")
 
 
 def _is_link(archive: Archive) -> bool:

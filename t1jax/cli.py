@@ -199,7 +199,7 @@ def sandbox_clean(
     ] = "",
     run: Annotated[str, typer.Option(help="Remove all of this run, even if it still lives.")] = "",
     older_than_h: Annotated[
-        float, typer.Option(min=0, help="Also what any host made more than so many hours ago.")
+        float, typer.Option(min=0, help="Also what any host made so many hours ago; 0: off.")
     ] = 0.0,
 ) -> None:
     """Remove containers and control groups that killed runs left behind."""
@@ -212,6 +212,8 @@ def sandbox_clean(
     )
     print(f"removed {cleaned.containers} containers and {cleaned.groups} control groups; "
           f"{cleaned.kept} containers belong to live runs or other hosts")  # fmt: skip
+    if cleaned.no_engine:
+        print(f"there is no engine, so no container was looked for: {cleaned.no_engine}")
 
 
 tasks = typer.Typer(no_args_is_help=True, help="Terminal tasks: make them, choose among them.")
@@ -281,7 +283,7 @@ def trial(
     trajectory: Annotated[str, typer.Option(help="For replay: a trial's trajectory.jsonl.")] = "",
     audit: Annotated[str, typer.Option(help="The task's audit, which fixes what counts.")] = "",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the trial's directory.")] = False,
-    out: Annotated[str, typer.Option(help="Where a kept trial's directory goes.")] = "trials",
+    out: Annotated[str, typer.Option(help="Where its directory is kept: --keep, in trials.")] = "",
 ) -> None:
     """Run one trial of a task and print its result as JSON."""
     from sandbox import commands as run
@@ -295,7 +297,7 @@ def trial(
         endpoints=endpoints,
         config=TrialConfig(verification=asked, agent_timeout_s=agent_timeout_s),
         audit=audit,
-        keep=out if keep else "",
+        keep=out or ("trials" if keep else ""),
     )
 
 

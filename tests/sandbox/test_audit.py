@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from sandbox import audit_file, commands, static_checks
 from sandbox import task as tasks
@@ -313,10 +314,79 @@ def living(name):
     return found
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"a.jsonl line 1 is no audit record"):
-        audit_file.read(tmp_path / "a.jsonl")
+@pytest.mark.parametrize(
+    "broken",
+    [b"{}", b'{"task": "a', b"\xff\xfe", b"[" * 100, b"7", b'{"task":1,"path":2,"digest":3}', b""],
+)
+def test_a_line_that_is_no_record_is_named_and_its_task_audited_again(tmp_path, broken):
+    path, roots = tmp_path / "a.jsonl", [write(tmp_path / name) for name in ("a", "b", "c")]
+    lines = [
+        Record(task="\u2028", path=str(root), digest=static_checks.content_digest(root))
+        for root in roots
+    ]
+    whole = [line.to_line().encode() for line in lines]
+    path.write_bytes(whole[0] + broken + b"\n" + whole[2])
+    with pytest.warns(UserWarning, match=r"a.jsonl line 2 is no audit record: skipped"):
+        assert [record.path for record in audit_file.read(path)] == [str(roots[0]), str(roots[2])]
+    with pytest.warns(UserWarning):
+        file = AuditFile(path)
+    file.close()
+    assert [file.is_done(root) for root in roots] == [True, False, True]
+
+
+class Faulty:
+    """A back end with a bug of ours that one task meets."""
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+    def sandbox(self, environment):
+        if environment.name == "b_bug":
+            raise RuntimeError("a bug")
+        return self._backend.sandbox(environment)
+
+
+def test_one_task_never_stops_an_audit_nor_its_rerun(tmp_path, monkeypatch, capsys):
+    names = ("a", "b_bug", "c_none", "d_setup", "e")
+    roots = {name: write(tmp_path / "t" / name) for name in names}
+    (roots["c_none"] / "solution/solve.sh").unlink()
+    toml = TOML + 'setup = "s.sh"\n'
+    (roots["d_setup"] / "task.toml").write_text(toml)
+    (roots["d_setup"] / "environment/s.sh").write_bytes(b"\xff")
+    monkeypatch.setattr(commands, "make_backend", lambda *_, **__: Faulty(make_backend("local")))
+    for _ in range(2):
+        commands.audit(
+            str(tmp_path / "t"),
+            sandbox="local",
+            endpoints="",
+            jobs=2,
+            out=str(tmp_path / "audit.jsonl"),
+            config=TrialConfig(),
+        )
+        records = {r.task: r for r in audit_file.read(tmp_path / "audit.jsonl")}
+        decisions = {name: record.decision.value for name, record in records.items()}
+        assert decisions == {
+            "a": "accept", "b_bug": "infra_error", "c_none": "reject", "d_setup": "reject",
+            "e": "accept",
+        }  # fmt: skip
+    assert records["b_bug"].reasons == ["RuntimeError: a bug"]
+    assert "solve.sh is missing" in records["c_none"].reasons[0]
+
+
+def test_a_rejected_task_is_rejected_for_every_reason(tmp_path, capsys):
+    """A copy that does not work is not only a copy."""
+    root = write(tmp_path / "b", solution__solve_sh="true\n")
+    record = audited(root, copies={str(root): "another"})
+    copy, oracle = record.reasons
+    assert copy == "nearly the same text as another"
+    assert oracle.startswith("the oracle is failed: 0 of 1")
+    Console().print(audit_file.table([record]))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "nearly the same" in shown
+    assert "the oracle is" in shown
 
 
 @pytest.fixture
@@ -376,3 +446,13 @@ def test_commands_from_making_tasks_to_a_list(tmp_path):
     refused = t1jax("trial", first["path"], "--agent", "nobody")
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith("error: no agent 'nobody'; there are oracle,")
+
+
+def test_a_trial_without_a_verdict_prints_its_result_all_the_same(tmp_path):
+    root = write(tmp_path / "task", tests__test_sh="#!/bin/bash\ntrue\n")
+    done = t1jax("trial", root, "--agent", "nop", "--out", tmp_path / "kept")
+    fields = json.loads(done.stdout)
+    assert (done.returncode, fields["outcome"], fields["graded"]) == (1, "infra_error", False)
+    assert "the verifier reports nothing" in fields["error"]
+    kept = json.loads((Path(fields["folder"]) / "result.json").read_text())
+    assert (kept["outcome"], Path(fields["folder"]).parent) == ("infra_error", tmp_path / "kept")

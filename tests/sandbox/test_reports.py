@@ -128,6 +128,9 @@ BROKEN = {
     "true in JSON": {"reward_json": '{"reward": true}'},
     "empty JSON": {"reward_json": "{}"},
     "a list": {"reward_json": "[1]"},
+    "a huge whole number": {"reward_json": '{"a": 1' + "0" * 400 + "}"},
+    "a summary of 1e999": {"ctrf_json": ctrf(*SOME).replace(": 5,", ": 1e999,"), "reward_txt": "1"},
+    "a lone surrogate": {"ctrf_json": ctrf(("\ud800", "passed")), "reward_txt": "1"},
     "a broken reward.json beside a reward.txt": {"reward_json": "{", "reward_txt": "1"},
     "entities": {
         "junit_xml": '<!DOCTYPE x [<!ENTITY a "b">]><testsuite><testcase name="&a;"/></testsuite>',
@@ -188,6 +191,19 @@ def test_reward_txt_alone_is_binary(tmp_path, text, outcome):
 def test_json_that_is_no_report_is_passed_over(tmp_path):
     verdict = judged(tmp_path, timing_json='{"seconds": 3}', reward_txt="1")
     assert (verdict.source, verdict.outcome) == (Source.reward_txt, Outcome.solved)
+
+
+def test_a_ctrf_json_that_is_no_report_is_flagged(tmp_path):
+    verdict = judged(tmp_path, ctrf_json='{"tests": 3}', reward_txt="1")
+    assert (verdict.source, verdict.outcome) == (Source.reward_txt, Outcome.solved)
+    assert verdict.flags == ("ctrf.json: no CTRF report (it has no results)",)
+
+
+def test_what_was_gained_is_unknown_without_an_audit(tmp_path):
+    verdict = judged(tmp_path, ctrf_json=ctrf(*SOME), reward_txt="0")
+    assert (verdict.to_json()["gained"], verdict.to_json()["nop_passed"]) == (None, None)
+    with pytest.raises(ValueError, match="audit the task"):
+        verdict.reward("gained")
 
 
 def test_an_unknown_reward_is_refused_by_name(tmp_path):

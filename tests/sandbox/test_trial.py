@@ -11,7 +11,7 @@ import pytest
 from sandbox import local
 from sandbox import task as tasks
 from sandbox.agents import Nop, Oracle, Replay, Script
-from sandbox.base import BASE_IMAGE, InfraError, SandboxBrokenError, make_backend
+from sandbox.base import BASE_IMAGE, InfraError, RefusedError, SandboxBrokenError, make_backend
 from sandbox.cheat import Cheat
 from sandbox.environment import environment_of
 from sandbox.pool import Gate, Room, run_all
@@ -449,3 +449,11 @@ def test_flags_are_few_and_short_whatever_the_agent_does():
     assert len(verdict.flags) == 20
     assert max(map(len, verdict.flags)) == 500
     assert verdict.flags[0].startswith("\\udcff\\udcff")
+
+
+@pytest.mark.parametrize("place", ["/etc", "//etc/", "/etc/motd", "/opt", "/./usr", "/sbin"])
+def test_an_artifact_where_nothing_can_be_copied_is_refused_before_anything_runs(tmp_path, place):
+    task = task_of(tmp_path / "task", toml=f'artifacts = ["{place}"]\n' + SEPARATE)
+    with pytest.raises(RefusedError, match=r"a fresh verifier cannot take over /[a-z]"):
+        on_local(lambda b: run_trial(task, Nop(), b, tmp_path / "trial"))
+    assert not (tmp_path / "trial").exists()
