@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import socket
 import ssl
 import time
 import urllib.parse
@@ -79,6 +80,15 @@ def parse_endpoints(text: str) -> list[EndpointConfig]:
     return found
 
 
+def _connect_once(url: str) -> None:
+    """Raises OSError where nothing listens; the SDK would leave its own socket open then."""
+    address = urllib.parse.urlparse(url)
+    if address.scheme == "unix":
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(CONNECT_TIMEOUT_S)
+            probe.connect(address.path)
+
+
 class Engine:
     """One engine: its SDK client, its threads, and how many sandboxes it has of us."""
 
@@ -94,6 +104,7 @@ class Engine:
     def client(self) -> DockerClient:
         """Made at first use, in a thread: it asks the engine for its version."""
         if self._client is None:
+            _connect_once(self.url)
             tls = kwargs_from_env().get("tls", False)
             self._client = DockerClient(
                 base_url=self.url, version="auto", timeout=CALL_TIMEOUT_S, tls=tls,
