@@ -87,7 +87,10 @@ Parser = Callable[[str], Tests | None]  # None where the file is no report of th
 
 def read(folder: Path) -> Report:
     """Reads a copy of /logs/verifier."""
-    problems: list[str] = []
+    names = (path.name for path in folder.rglob("*"))
+    problems = [f"{name!a} is no text" for name in names if not _is_text(name)]
+    if problems:  # no verifier makes such a name: nothing here is believed
+        return Report(source=Source.nothing, assertions={}, rewards={}, problems=tuple(problems))
     reward_file, rewards = _read_rewards(folder, problems)
     for source, pattern, parse in (
         (Source.ctrf, "*.json", parse_ctrf),

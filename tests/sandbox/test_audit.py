@@ -446,13 +446,3 @@ def test_commands_from_making_tasks_to_a_list(tmp_path):
     refused = t1jax("trial", first["path"], "--agent", "nobody")
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith("error: no agent 'nobody'; there are oracle,")
-
-
-def test_a_trial_without_a_verdict_prints_its_result_all_the_same(tmp_path):
-    root = write(tmp_path / "task", tests__test_sh="#!/bin/bash\ntrue\n")
-    done = t1jax("trial", root, "--agent", "nop", "--out", tmp_path / "kept")
-    fields = json.loads(done.stdout)
-    assert (done.returncode, fields["outcome"], fields["graded"]) == (1, "infra_error", False)
-    assert "the verifier reports nothing" in fields["error"]
-    kept = json.loads((Path(fields["folder"]) / "result.json").read_text())
-    assert (kept["outcome"], Path(fields["folder"]).parent) == ("infra_error", tmp_path / "kept")

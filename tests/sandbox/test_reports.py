@@ -1,6 +1,8 @@
 """Reports of verifiers, honest, broken and forged: what is counted, and as what."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -197,6 +199,16 @@ def test_a_ctrf_json_that_is_no_report_is_flagged(tmp_path):
     verdict = judged(tmp_path, ctrf_json='{"tests": 3}', reward_txt="1")
     assert (verdict.source, verdict.outcome) == (Source.reward_txt, Outcome.solved)
     assert verdict.flags == ("ctrf.json: no CTRF report (it has no results)",)
+
+
+@pytest.mark.parametrize("name", [b"a\xff.json", b"\xed\xa0\x80", b"deep/\xff"])
+def test_a_file_name_that_is_no_text_discredits_all_beside_it(tmp_path, name):
+    path = Path(os.fsdecode(bytes(tmp_path) + b"/" + name))
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    verdict = judged(tmp_path, ctrf_json=ctrf(*ALL), reward_txt="1")
+    assert (verdict.outcome, verdict.passed) == (Outcome.infra_error, frozenset())
+    assert "is no text" in verdict.flags[0]
 
 
 def test_what_was_gained_is_unknown_without_an_audit(tmp_path):
