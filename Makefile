@@ -17,6 +17,8 @@ export PYTHON
 
 # Programs that several test processes need are compiled once, here.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+# Huge pages: without them page faults are a third of a training step on CPU (docs/model.md).
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 .PHONY: demo test lint bench image venv clean
 

@@ -67,7 +67,7 @@ def forward_task(variant: str = "live", with_routes: bool = False) -> Task:
         return (logits_BTV, output.routes_LBTC) if with_routes else logits_BTV
 
     arguments = params, tokens_BT, given(variant)
-    return Task(run=lambda: jax.block_until_ready(logits(*arguments)))
+    return Task.in_a_row(lambda: jax.block_until_ready(logits(*arguments)))
 
 
 def loss_and_gradients(model):
@@ -84,7 +84,7 @@ def loss_and_gradients(model):
 def train_task(variant: str = "live") -> Task:
     model, params, tokens_BT = subject()
     step, arguments = loss_and_gradients(model), (params, tokens_BT, given(variant))
-    return Task(run=lambda: jax.block_until_ready(step(*arguments)), warm_up=1)
+    return Task.in_a_row(lambda: jax.block_until_ready(step(*arguments)))
 
 
 def train_memory() -> dict[str, int]:

@@ -50,7 +50,7 @@ def forward_task(experts: str, attention: str) -> Task:
         with torch.inference_mode():
             return model(tokens_BT, use_cache=False).logits
 
-    return Task(run=run)
+    return Task.in_a_row(run)
 
 
 def train_step(experts: str, attention: str) -> None:
@@ -63,7 +63,7 @@ def train_step(experts: str, attention: str) -> None:
 
 
 def train_task(experts: str, attention: str) -> Task:
-    return Task(run=lambda: train_step(experts, attention), warm_up=1)
+    return Task.in_a_row(lambda: train_step(experts, attention))
 
 
 def train_memory(experts: str, attention: str) -> dict[str, int]:
