@@ -5,6 +5,8 @@
 A command's overhead is what a session adds to the command itself: `true` is a builtin, so all of
 its time is ours. One-off commands are compared with the docker client's `docker exec`, a start
 with a bare `bwrap` or `docker run`. Memory is the runner's own, over sandboxes one after another.
+Trials (local): the oracle on a task whose verifier is one line of bash, 64 at once, verified in a
+fresh sandbox: what is left is two starts, their copies and records. What bounds the rate is CPU.
 """
 
 import argparse
@@ -15,12 +17,18 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import psutil
 
+from sandbox import task as tasks
+from sandbox.agents import Oracle
 from sandbox.base import BASE_IMAGE, Backend, Environment, Network, Sandbox, make_backend
+from sandbox.pool import Gate, run_all
+from sandbox.trial import Outcome, TrialResult, run_trial
 
 COMMANDS, ONE_OFFS, STARTS = 300, 30, 20
 BARE_BWRAP = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "bash", "-c", "true"]
@@ -86,6 +94,37 @@ async def starts(backend: Backend, environment: Environment, count: int) -> dict
     }
 
 
+TRIVIAL = {
+    "task.toml": '[verifier]\nenvironment_mode = "separate"\n'
+    '[environment]\nnetwork_mode = "no-network"\nstorage_mb = 32\n[environment.local]\n',
+    "instruction.md": "Write 1 to a.txt.",
+    "environment/Dockerfile": f"FROM {BASE_IMAGE}\nCOPY files/ /app/\nWORKDIR /app\n",
+    "environment/files/given.txt": "given\n",
+    "solution/solve.sh": "echo 1 > /app/a.txt\n",
+    "tests/test.sh": "grep -qx 1 /app/a.txt && echo 1 > /logs/verifier/reward.txt\n",
+}
+
+
+async def trials(backend: Backend, at_once: int = 64, count: int = 256) -> dict[str, float]:
+    """Trials a second of the oracle, with so many at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "task"
+        for name, text in TRIVIAL.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        task, results = tasks.load(root), list[TrialResult]()
+
+        async def one(number: int) -> None:
+            trial = Path(folder) / f"trial_{number}"
+            results.append(await run_trial(task, Oracle(), backend, trial))
+
+        begin = time.perf_counter()
+        await run_all(range(count), one, Gate(at_once, disk=Path(folder)), at_once)
+        seconds = time.perf_counter() - begin
+    solved = sum(result.outcome is Outcome.solved for result in results)
+    return {"trials_per_s": count / seconds, "trials_solved": solved / count}
+
+
 async def measure(kind: str, quick: bool) -> dict[str, float]:
     backend = make_backend(kind)
     environment = Environment(name="b", image=BASE_IMAGE, local=True, network=Network.NONE)
@@ -93,6 +132,7 @@ async def measure(kind: str, quick: bool) -> dict[str, float]:
     figures = await commands(backend, environment)
     figures |= await starts(backend, environment, STARTS if quick else 200)
     if kind == "local":
+        figures |= await trials(backend)
         figures["bare_bwrap_ms"] = await asyncio.to_thread(reference_ms, STARTS, BARE_BWRAP)
     else:
         bare = ["docker", "run", "--rm", "--network=none", BASE_IMAGE, "true"]

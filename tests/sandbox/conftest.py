@@ -117,7 +117,8 @@ def engine_answers(url: str) -> bool:
 def engine() -> Iterator[str]:
     """The address of an engine that has the base image; shared by all test processes.
 
-    Every process holds a lock shared while it uses the engine; the last one stops it.
+    Every process holds the lock `users` shared while it uses the engine, and the last one stops it;
+    `turn` is held for a moment, while it is looked at, started or stopped.
     """
     url = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
     if engine_answers(url):
@@ -126,15 +127,17 @@ def engine() -> Iterator[str]:
         return
     process = EngineProcess(ROOT / ".cache" / "engine")
     process.folder.mkdir(parents=True, exist_ok=True)
-    with open(process.folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(process.folder / "turn", "w") as turn, open(process.folder / "users", "w") as users:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(users, fcntl.LOCK_SH)
         if not process.answers():
             process.start()
         make_base_image(process.url)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
         yield process.url
+        fcntl.flock(turn, fcntl.LOCK_EX)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # another test process still uses it
         process.stop()
