@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen, typed tree, read from YAML and `--set a.b=c`, checked once.
+"""A run's configuration: one frozen, typed tree from YAML and `--set a.b=c`, checked once.
 
 Sections are small, so that a function takes only the one it reads. Every field is described here
 and nowhere else; a wrong key is refused with its nearest right one, a wrong value with what is

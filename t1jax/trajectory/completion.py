@@ -12,6 +12,8 @@ import numpy as np
 from t1jax.errors import UserError
 from t1jax.trajectory.record import Finish, Sampling
 
+PLAIN = Sampling()
+
 
 class RequestError(UserError):
     """A request that no engine could answer: its message names the field and what is allowed."""
@@ -27,7 +29,7 @@ class Request:
 
     prompt: np.ndarray  # [N] int32: the whole stream so far, N >= 1
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = PLAIN
     stop_ids: frozenset[int] = frozenset()  # any of them ends the answer, as its last token
     # Requests of one session continue each other: its last turn's cache is worth keeping.
     session: str = ""
