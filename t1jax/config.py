@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
@@ -201,6 +201,43 @@ class Config(Section):
     checkpoints: CheckpointSection = CheckpointSection()
     guards: GuardsSection = GuardsSection()
 
+    @pydantic.model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        agent, sampler, ppo = self.agent, self.sampler, self.ppo
+        _refuse(
+            agent.context_tokens > sampler.context,
+            f"agent.context_tokens={agent.context_tokens} is above sampler.context="
+            f"{sampler.context}: an episode has to fit in a slot",
+        )
+        if ppo is None:
+            return self
+        _refuse(
+            ppo.launch < ppo.batch_trajectories,
+            f"ppo.launch={ppo.launch} is below ppo.batch_trajectories={ppo.batch_trajectories}: "
+            "a step trains on trials that it started",
+        )
+        _refuse(
+            ppo.baseline == "group" and ppo.group < 2,
+            f"ppo.baseline=group compares attempts at one task; ppo.group={ppo.group} has to be "
+            "2 or more",
+        )
+        _refuse(
+            ppo.replay and not sampler.capture_routes,
+            "ppo.replay=True needs the routes that sampler.capture_routes=False leaves out; "
+            "change one of them",
+        )
+        _refuse(
+            ppo.batch_trajectories % ppo.minibatches != 0,
+            f"ppo.batch_trajectories={ppo.batch_trajectories} does not split evenly into "
+            f"ppo.minibatches={ppo.minibatches}",
+        )
+        return self
+
+
+def _refuse(wrong: bool, message: str) -> None:
+    if wrong:
+        raise ValueError(message)
+
 
 def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies `a.b=c` changes and checks the whole.
@@ -270,6 +307,8 @@ def _explain(error: Any) -> str:
         return f"unknown key {path}; {hint}"
     if error["type"] == "missing":
         return f"{path} is missing"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
     return f"{path}={error['input']!r}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
