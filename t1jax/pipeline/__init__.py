@@ -1,0 +1,1 @@
+"""The stages, each a story read top to bottom: rollout, fine-tuning, critic warm-up, PPO."""
