@@ -2,13 +2,14 @@
 
 from setuptools import find_packages, setup
 
-# Lower bounds are releases the tests run with. Parts still to come bring their own:
-# google-jetstream (sampling), grain (data).
+# Lower bounds are releases the tests run with.
 REQUIRED = [
     "jax>=0.10.2",  # arrays, compilation, sharding; 0.10.2 is the last for Python 3.11
     "flax>=0.12.8",  # the module system of t1jax/model
     "optax>=0.2.8",  # Adam, schedules, clipping in t1jax/rl
     "orbax-checkpoint>=0.12.8",  # sharded checkpoints that several hosts write together
+    "grain>=0.2.18",  # the order of training data, read ahead by threads or processes
+    "tensorboardX>=2.6.5",  # TensorBoard's event files, without TensorFlow
     "numpy>=2.2",  # every host array
     "ml_dtypes>=0.5.1",  # bfloat16 on the host
     "safetensors>=0.5",  # Hugging Face weights; the inputs and outputs of `t1jax score`
