@@ -20,6 +20,7 @@ from t1jax.errors import UserError
 
 COMMAND_TIMEOUT_S = 600.0
 SHOWN_CHARACTERS = 8192  # of a command's output kept in the trajectory
+LEFT_OUT = "\n[… {} characters left out …]\n"
 
 
 class Terminal:
@@ -51,12 +52,12 @@ class Terminal:
 
 
 def shortened(output: str, most: int = SHOWN_CHARACTERS) -> str:
-    """Head and tail of a long output, with a note of what is left out between them."""
+    """At most so many characters: head, a note of how much is left out, tail."""
     if len(output) <= most:
         return output
-    half = most // 2
-    left_out = len(output) - 2 * half
-    return f"{output[:half]}\n[… {left_out} characters left out …]\n{output[-half:]}"
+    half = max(most - len(LEFT_OUT.format(len(output))), 0) // 2
+    tail = len(output) - half
+    return f"{output[:half]}{LEFT_OUT.format(tail - half)}{output[tail:]}"
 
 
 class Agent(Protocol):

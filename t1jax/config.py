@@ -73,6 +73,7 @@ class AgentSection(Section):
     output_characters: Count = 8192  # of a command's output that the model reads
     thinking: bool = True
     system: str = ""  # a system message before the task's instruction
+    list_tools: bool = True  # False: a policy that was trained on the tools is not told of them
 
 
 class SamplingSection(Section):
@@ -115,6 +116,7 @@ class BatchSection(Section):
     tokens: Count = 86016  # of a row
     rows: Count = 1  # of a micro-batch; the data axis divides it
     packed: bool = True
+    too_long: Literal["error", "leave_out"] = "error"  # a chunk longer than a row
     workers: Whole = 0  # grain's processes; 0: in this one
 
 
