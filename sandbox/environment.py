@@ -3,7 +3,7 @@
 import os
 
 from sandbox.base import Environment, Limits, Network
-from sandbox.task import Task, TaskError, expand
+from sandbox.task import Task, expand
 from sandbox.task_config import LocalConfig
 
 
@@ -34,13 +34,7 @@ def environment_of(task: Task, backend: str) -> Environment:
 def _setup(task: Task, local: LocalConfig) -> str:
     if not local.setup:
         return ""
-    path = task.environment / local.setup
-    if not path.is_file():
-        raise TaskError(
-            f"{task.root}/task.toml: environment.local.setup = {local.setup!r}: no such file below "
-            f"{task.environment}"
-        )
-    return path.read_text(encoding="utf-8")
+    return (task.environment / local.setup).read_text(encoding="utf-8")
 
 
 def limits_of(task: Task) -> Limits:

@@ -95,7 +95,7 @@ def load(root: str | Path) -> Task:
     for path in (root / "instruction.md", root / "tests" / "test.sh"):
         if not path.is_file():
             raise TaskError(f"{path} is missing; every task needs it")
-    _refuse_outside(root, config)
+    _check_local(root, config)
     instruction = _read_text(root / "instruction.md").strip()
     if not instruction:
         raise TaskError(f"{root / 'instruction.md'} is empty; expected what the agent is to do")
@@ -176,8 +176,8 @@ def _explained(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def _refuse_outside(root: Path, config: TaskConfig) -> None:
-    """What the local back end copies lies below environment/, and no link in it leads out."""
+def _check_local(root: Path, config: TaskConfig) -> None:
+    """What the local back end copies is there, below environment/; no link in it leads out."""
     local, environment = config.environment.local, root.resolve() / "environment"
     if local is None:
         return
@@ -189,6 +189,15 @@ def _refuse_outside(root: Path, config: TaskConfig) -> None:
                     f"{root}/task.toml: environment.local.{field} = {given!r}: {inside} leads out "
                     f"of {environment}; expected files below it, and links that stay there"
                 )
+    for field, given, exists, kind in (
+        ("files", local.files, Path.is_dir, "folder"),
+        ("setup", local.setup, Path.is_file, "file"),
+    ):
+        if given and not exists(environment / given):
+            raise TaskError(
+                f"{root}/task.toml: environment.local.{field} = {given!r}: no such {kind} below "
+                f"{environment}"
+            )
 
 
 def _stays(path: Path, folder: Path) -> bool:

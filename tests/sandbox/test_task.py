@@ -271,3 +271,11 @@ def test_links_that_stay_among_the_files_are_no_obstacle(tmp_path):
     (root / "environment/files/b").symlink_to("a")
     (root / "environment/files/gone").symlink_to("nothing")
     tasks.load(root)
+
+
+@pytest.mark.parametrize("field", ["files", "setup"])
+def test_what_local_copies_is_there_when_the_task_is_read(tmp_path, field):
+    local = f'[environment.local]\n{field} = "gone"\n'
+    with pytest.raises(TaskError) as caught:
+        tasks.load(write(tmp_path, local, environment__files__a="x"))
+    assert f"environment.local.{field} = 'gone': no such f" in str(caught.value)
