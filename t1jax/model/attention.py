@@ -1,7 +1,9 @@
-"""Gated grouped-query attention, blockwise on CPU and splash on TPU, behind one function.
+"""Gated grouped-query attention: of a call's own tokens, or of a cache that they were added to.
 
 Owns the causal and segment mask: query t sees key s when s is not later in the row and both lie
-in the same segment. A row of the cache is one segment.
+in the same segment. A row of the cache is one segment. Own tokens go through a kernel that is
+blockwise on CPU and splash on TPU; a cache is read a block of columns at a time, in place, and only
+as far as its longest row is filled.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,7 @@ from t1jax.model.layers import RMSNorm, StackShape, declare, normal, rotary_tabl
 from t1jax.model.sharding import RULES, constrain, per_shard, spec
 
 QUERY_BLOCK = 128  # queries whose scores are alive at once, on CPU
+CACHE_BLOCK = 256  # columns of a cache that are read at once
 
 
 class KeyValues(NamedTuple):
@@ -70,12 +73,12 @@ class Attention(nnx.Module):
         q_BTNH = rotate(self.q_norm(project(self.q)), *tables)
         k_BTKH = rotate(self.k_norm(project(self.k)), *tables)
         v_BTKH = project(self.v)
-        keys, keys_at, stack = KeyValues(k_BTKH, v_BTKH), None, None
-        if cached is not None:
+        keys, stack = KeyValues(k_BTKH, v_BTKH), None
+        if cached is None:
+            mixed_BTNH = attend(q_BTNH, keys, placed, run)
+        else:
             stack = _append(*cached, keys, placed)
-            keys = jax.tree.map(lambda x: x[cached[1]].astype(x_BTD.dtype), stack)
-            keys_at = _cached_placement(keys.k_BSKH.shape[1], placed)
-        mixed_BTNH = attend(q_BTNH, keys, placed, keys_at, run)
+            mixed_BTNH = attend_cache(q_BTNH, stack, cached[1], placed, run)
         gated_BTNH = mixed_BTNH * jax.nn.sigmoid(project(self.gate))
         out_BTD = jnp.einsum(
             "BTNH,NHD->BTD", gated_BTNH, self.out[...].astype(x_BTD.dtype), precision=run.precision
@@ -95,50 +98,115 @@ def _append(stack: KeyValues, group: jax.Array, new: KeyValues, placed: Placed) 
     )
 
 
-def _cached_placement(capacity: int, placed: Placed) -> Placed:
-    """Columns of the cache up to the newest query of each row; later ones are not written yet."""
-    newest_B1 = jnp.max(
-        placed.column_BT, axis=1, keepdims=True, where=placed.segment_BT > 0, initial=-1
-    )
-    column_BS = jnp.broadcast_to(jnp.arange(capacity), (newest_B1.shape[0], capacity))
-    return Placed(column_BS, (column_BS <= newest_B1).astype(placed.segment_BT.dtype))
-
-
-def attend(
-    q_BTNH: jax.Array,
-    keys: KeyValues,
-    queries_at: Placed,
-    keys_at: Placed | None,
-    run: Execution,
-) -> jax.Array:
+def attend(q_BTNH: jax.Array, keys: KeyValues, placed: Placed, run: Execution) -> jax.Array:
     """softmax(q k / sqrt(H)) v under the causal segment mask; sharded over rows, context, heads.
 
     Args:
       q_BTNH: queries, rotated.
-      keys: keys and values [B, S, K, H]; query head n reads kv head n // (N / K).
-      queries_at: columns and segments of the queries, int32 [B, T].
-      keys_at: the same of the keys, [B, S]; None when the keys are the queries' own tokens, which
-        then are split over the context axis like them (cached keys are not).
+      keys: keys and values [B, T, K, H] of the same tokens; query head n reads kv head n // (N / K).
+      placed: columns and segments of the tokens, int32 [B, T].
 
     Returns:
       [B, T, N, H]. Padding queries get finite values without meaning.
     """
     rows, along, heads = (spec(name)[0] for name in ("rows", "positions", "heads"))
     queries = PartitionSpec(rows, along, heads, None)
+    key = PartitionSpec(rows, along, None, None)
     at = Placed(PartitionSpec(rows, along), PartitionSpec(rows, along))
-    own = keys_at is None
-    key = PartitionSpec(rows, along if own else None, None, None)
-    key_at = at if own else Placed(PartitionSpec(rows, None), PartitionSpec(rows, None))
 
-    def local(q_BTNH, keys, queries_at, keys_at):
-        if own:
-            keys, keys_at = _whole_context((keys, keys_at), run)
+    def local(q_BTNH, keys, placed):
+        keys, keys_at = _whole_context((keys, placed), run)
         keys = _heads_read_here(q_BTNH, keys, run)
-        kernel = _splash if own and run.attention == "splash" else _blockwise
-        return kernel(q_BTNH, keys, queries_at, keys_at)
+        kernel = _splash if run.attention == "splash" else _blockwise
+        return kernel(q_BTNH, keys, placed, keys_at)
 
-    attend_shard = per_shard(local, run.mesh, (queries, KeyValues(key, key), at, key_at), queries)
-    return attend_shard(q_BTNH, keys, queries_at, queries_at if own else keys_at)
+    return per_shard(local, run.mesh, (queries, KeyValues(key, key), at), queries)(
+        q_BTNH, keys, placed
+    )
+
+
+def attend_cache(
+    q_BTNH: jax.Array, stack: KeyValues, group: jax.Array, placed: Placed, run: Execution
+) -> jax.Array:
+    """The same over one layer's cache, to which the queries' own keys have been added.
+
+    One program for every length: the loop over blocks of columns ends where the longest row does,
+    so that a step costs what the cache holds and not what it has room for.
+
+    Args:
+      q_BTNH: queries, rotated.
+      stack: caches of all groups [groups, B, S, K, H]; no layer's is copied out.
+      group: which one.
+      placed: columns of the queries in their rows; segment 0: padding, anything else: real.
+    """
+    rows, heads = spec("rows")[0], spec("heads")[0]
+    queries = PartitionSpec(rows, None, heads, None)
+    key = PartitionSpec(None, rows, None, None, None)
+    at = Placed(PartitionSpec(rows, None), PartitionSpec(rows, None))
+
+    def local(q_BTNH, stack, group, placed):
+        return _over_filled_blocks(q_BTNH, stack, group, placed, run)
+
+    return per_shard(
+        local, run.mesh, (queries, KeyValues(key, key), PartitionSpec(), at), queries
+    )(q_BTNH, stack, group, placed)
+
+
+def _over_filled_blocks(q_BTNH, stack: KeyValues, group, placed: Placed, run: Execution):
+    """Softmax over blocks of columns one after another, with a running maximum and sum."""
+    B, T, N, H = q_BTNH.shape
+    capacity = stack.k_BSKH.shape[2]
+    size = min(CACHE_BLOCK, capacity)
+    last_BT = jnp.where(placed.segment_BT > 0, placed.column_BT, -1)  # the newest column it sees
+    kv = _heads_read_here(q_BTNH, jax.tree.map(lambda x: x[0, :, :1], stack), run)
+    K = kv.k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+
+    def read_block(j, carry):
+        peak_BKGT, total_BKGT, out_BKGTH = carry
+        # The last block begins earlier where the capacity is no multiple; what the one before it
+        # has read is masked.
+        begin = jnp.minimum(j * size, capacity - size)
+        keys = jax.tree.map(lambda x: _columns(x, group, begin, size).astype(q_BTNH.dtype), stack)
+        keys = _heads_read_here(q_BTNH, keys, run)
+        column_S = begin + jnp.arange(size)
+        new_S = column_S >= j * size
+        seen_BTS = new_S & (column_S <= last_BT[..., None])
+        scores_BKGTS = H**-0.5 * jnp.einsum(
+            "BTKGH,BSKH->BKGTS", q_BTKGH, keys.k_BSKH, preferred_element_type=jnp.float32,
+            precision=_precision(q_BTNH),
+        )
+        scores_BKGTS = jnp.where(seen_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+        higher_BKGT = jnp.maximum(peak_BKGT, scores_BKGTS.max(axis=-1))
+        weights_BKGTS = jnp.exp(scores_BKGTS - higher_BKGT[..., None])
+        shrink_BKGT = jnp.exp(peak_BKGT - higher_BKGT)
+        # A column that nobody of its row sees may hold what an earlier owner of the row left.
+        written_BS = column_S <= last_BT.max(axis=1)[:, None]
+        v_BSKH = jnp.where(written_BS[..., None, None], keys.v_BSKH, 0)
+        added_BKGTH = jnp.einsum(
+            "BKGTS,BSKH->BKGTH", weights_BKGTS.astype(q_BTNH.dtype), v_BSKH,
+            preferred_element_type=jnp.float32, precision=_precision(q_BTNH),
+        )
+        total_BKGT = total_BKGT * shrink_BKGT + weights_BKGTS.sum(axis=-1)
+        return higher_BKGT, total_BKGT, out_BKGTH * shrink_BKGT[..., None] + added_BKGTH
+
+    shape = (B, K, N // K, T)
+    nothing = (  # a finite peak: exp(-inf - -inf) is not a number
+        jnp.full(shape, -1e30, jnp.float32), jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, H), jnp.float32),
+    )
+    blocks = (last_BT.max(initial=-1) + size) // size
+    _, total_BKGT, out_BKGTH = jax.lax.fori_loop(0, blocks, read_block, nothing)
+    mixed_BKGTH = out_BKGTH / jnp.where(total_BKGT > 0, total_BKGT, 1)[..., None]
+    return jnp.moveaxis(mixed_BKGTH, 3, 1).reshape(B, T, N, H).astype(q_BTNH.dtype)
+
+
+def _columns(stack: jax.Array, group: jax.Array, begin: jax.Array, size: int) -> jax.Array:
+    """Columns begin..begin+size-1 of one group's cache: [B, size, K, H]."""
+    zero = jnp.zeros_like(begin)
+    starts = (group.astype(begin.dtype), zero, begin, zero, zero)
+    _, B, _, K, H = stack.shape
+    return jax.lax.dynamic_slice(stack, starts, (1, B, size, K, H))[0]
 
 
 def _whole_context(tree, run: Execution):

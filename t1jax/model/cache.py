@@ -4,11 +4,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from t1jax.model import attention, delta_net
 from t1jax.model.attention import KeyValues
 from t1jax.model.config import ModelConfig
 from t1jax.model.delta_net import DeltaState
+from t1jax.model.sharding import spec
 
 
 class Cache(NamedTuple):
@@ -44,3 +46,18 @@ def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str = "bfl
     }
     layers = tuple(make[kind]() for kind in config.pattern)
     return Cache(layers, jnp.zeros(rows, jnp.int32))
+
+
+def cache_shardings(config: ModelConfig, mesh: Mesh) -> Cache:
+    """Where each leaf of a cache lives: rows as the tokens' rows, heads as the layers' heads."""
+    at = lambda *axes: NamedSharding(mesh, spec(*axes))  # noqa: E731
+    columns = at("groups", "rows", None, "kv_heads", None)
+    keys, values = ("key_heads", None), ("value_heads", None)
+    states = {
+        "attention": KeyValues(columns, columns),
+        "delta": DeltaState(
+            at("groups", "rows", None, *keys), at("groups", "rows", None, *keys),
+            at("groups", "rows", None, *values), at("groups", "rows", *values, None),
+        ),
+    }
+    return Cache(tuple(states[kind] for kind in config.pattern), at("rows"))
