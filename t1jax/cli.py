@@ -79,6 +79,10 @@ def not_negative(number: int) -> int:
 
 
 Mesh = Annotated[str, typer.Option(help="Devices along each axis, e.g. data=2,expert=4.")]
+ConfigFile = Annotated[str, typer.Argument(help="A YAML file, such as configs/tiny.yaml.")]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="A change, such as ppo.clip=0.1; repeat.")
+]
 
 
 @app.callback()
@@ -179,6 +183,15 @@ def score(
 
 
 @app.command()
+def rollout(config: ConfigFile, changes: Changes = None) -> None:
+    """Play tasks with a model and keep the trajectories."""
+    from t1jax.config import load_config
+    from t1jax.pipeline.rollout import rollout
+
+    rollout(load_config(config, changes or ()))
+
+
+@app.command()
 def demo(
     out: Annotated[str, typer.Argument(help="Directory for what the demo makes.")],
 ) -> None:
@@ -207,9 +220,7 @@ def sandbox_clean(
 
     from sandbox.janitor import clean
 
-    cleaned = asyncio.run(
-        clean(endpoints=endpoints, run_id=run, older_than_s=older_than_h * 3600)
-    )
+    cleaned = asyncio.run(clean(endpoints=endpoints, run_id=run, older_than_s=older_than_h * 3600))
     print(f"removed {cleaned.containers} containers and {cleaned.groups} control groups; "
           f"{cleaned.kept} containers belong to live runs or other hosts")  # fmt: skip
     if cleaned.no_engine:

@@ -181,7 +181,23 @@ class GuardsSection(Section):
     stalled_seconds: Seconds = 3600.0  # a stage without progress fails with every stack
 
 
+class RolloutSection(Section):
+    """`t1jax rollout`: trajectories of many tasks, to look at or to fine-tune on."""
+
+    name: str = "rollout"  # of the folder below RUN/trajectories
+    # solution: says each task's own solution instead of sampling.
+    policy: Literal["model", "solution"] = "model"
+    split: Literal["train", "validation", "test"] = "train"
+    limit: Whole = 0  # tasks, the first ones; 0: all
+    attempts: Count = 1  # of each task
+    reward: Literal["assertions", "fraction", "fraction_bonus", "binary", "gained"] = "fraction"
+    sampling: SamplingSection = SamplingSection()
+
+
 class EvaluationSection(Section):
+    name: str = ""  # of the folder below RUN/evaluation; empty: the split's
+    endpoint: str = ""  # an OpenAI-compatible server's URL, which answers instead of the checkpoint
+    endpoint_model: str = ""  # the model's name there
     attempts: Count = 3  # of each task
     split: Literal["train", "validation", "test"] = "validation"
     limit: Whole = 0  # tasks; 0: all
@@ -199,6 +215,7 @@ class Config(Section):
     sft: SftSection | None = None
     critic: CriticSection | None = None
     ppo: PpoSection | None = None
+    rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoints: CheckpointSection = CheckpointSection()
     guards: GuardsSection = GuardsSection()

@@ -133,12 +133,23 @@ class TokenAgent:
         return self._writer.finish(ending)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What an episode took of the policy."""
+
+    turns: int = 0
+    tokens: int = 0  # of the whole stream
+    sampled_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Episode:
-    """A trial's result, and the record where the policy came to be asked."""
+    """A trial's result, and the record where there is one: not where the policy was never asked,
+    and not of policies that answer with text alone."""
 
     result: TrialResult
-    trajectory: Trajectory | None
+    usage: Usage
+    trajectory: Trajectory | None = None
 
 
 async def run_episode(
@@ -163,7 +174,18 @@ async def run_episode(
             baseline=baseline,
             on_stage=on_stage,
         )
-        return Episode(result, agent.finish(result))
+        trajectory = agent.finish(result)
+    return Episode(result=result, usage=_usage(trajectory), trajectory=trajectory)
+
+
+def _usage(trajectory: Trajectory | None) -> Usage:
+    if trajectory is None:
+        return Usage()
+    return Usage(
+        turns=trajectory.turns,
+        tokens=sum(len(chunk) for chunk in trajectory.chunks),
+        sampled_tokens=sum(chunk.sampled_tokens for chunk in trajectory.chunks),
+    )
 
 
 def reward_of(verdict: Verdict | None, outcome: Outcome, kind: str) -> float | None:
