@@ -95,7 +95,7 @@ def convert(
         if verify:
             progress.start("verify", total_bytes)
             _verify(work, parameters, carried, source, progress)
-        manifest = _manifest(source, parameters, dtype, hashes)
+        manifest = make_manifest(source, parameters, dtype, hashes)
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
@@ -180,7 +180,7 @@ def _hash(file: str) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _manifest(
+def make_manifest(
     source: Source,
     parameters: list[Parameter],
     dtype: str,

@@ -38,7 +38,7 @@ def open_checkpoint(
       ValueError: the mesh does not divide a parameter.
     """
     path = epath.Path(path)
-    converted = _is_converted(path)
+    converted = is_converted(path)
     document = read_manifest(path)["config"] if converted else read_json(path / "config.json")
     config = from_huggingface(document, str(path / (MANIFEST if converted else "config.json")))
     model = Qwen3_5(config) if model is None else model
@@ -53,7 +53,7 @@ def open_checkpoint(
 
 def read_manifest(path: epath.Path) -> dict[str, Any]:
     """The manifest of a converted checkpoint; refuses what is none or not complete."""
-    if not _is_converted(path):
+    if not is_converted(path):
         raise UserError(f"{path} is a Hugging Face directory; expected one that t1jax made")
     manifest = read_json(path / MANIFEST)
     if manifest.get("format") != FORMAT:
@@ -83,7 +83,7 @@ def _check_manifest(manifest: dict[str, Any], where: epath.Path) -> None:
         )
 
 
-def _is_converted(path: epath.Path) -> bool:
+def is_converted(path: epath.Path) -> bool:
     """Tells converted from Hugging Face; refuses everything else."""
     if not path.exists():
         aside = path.parent / f"{path.name}.incomplete"

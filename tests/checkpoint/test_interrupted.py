@@ -102,7 +102,7 @@ def test_where_renames_are_not_atomic_a_mark_says_incomplete(tmp_path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("t1jax.checkpoint.convert._manifest", fail_once)
+        patch.setattr("t1jax.checkpoint.convert.make_manifest", fail_once)
         with pytest.raises(KeyboardInterrupt):
             convert(made.FIXTURES / "ref-b", dst, progress=made.silent())
     assert "INCOMPLETE" in seen
