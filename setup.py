@@ -17,8 +17,12 @@ REQUIRED = [
     "tokenizers>=0.21",  # tokenizer.json without transformers
     "typer>=0.15",  # the command line
     "rich>=13.9",  # progress bars on a terminal
+    # The Engine contract of t1jax/sampling, imported only there. It brings TensorFlow, whose
+    # text package has no wheels for Python 3.14.
+    "google-jetstream==0.2.2; python_version < '3.14'",
     "pyyaml>=6.0.2",  # configs/*.yaml
     "pydantic>=2.10",  # task.toml: strict types, and errors that name the field
+    "httpx>=0.28",  # evaluating models behind OpenAI-compatible servers, many requests at once
     "docker>=7.1",  # sandboxes on a Docker Engine
     "pytest>=8.3",  # runs the verifiers of tasks, in every sandbox; and our tests
     "pytest-json-ctrf>=0.3.5",  # the reports that verifiers write

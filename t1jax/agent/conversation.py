@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sandbox.base import InfraError
-from t1jax.agent.tools import OF_TURN, TOOLS, Reply, Said
+from t1jax.agent.tools import TOOLS, Reply, Said
 from t1jax.config import AgentSection
 from t1jax.trajectory.chat import Chat
 from t1jax.trajectory.completion import Complete, Completion, ContextFullError, Request
@@ -104,6 +104,6 @@ class TokenConversation:
         parsed = chat.parse(answer.ids, thinking=self._limits.thinking)
         return Said(
             calls=parsed.calls,
-            errors=[(error, OF_TURN) for error in parsed.errors],
+            errors=parsed.errors,
             cut=answer.finish is Finish.length,
         )

@@ -47,11 +47,11 @@ class Terminal(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Said:
-    """A turn as the harness sees it. `errors` are sentences for the policy."""
+    """A turn as the harness sees it; what is wrong with it is said in sentences for the policy."""
 
     calls: Sequence[ToolCall] = ()
-    # Calls that were meant and cannot be run: what is wrong, and which of the turn's calls it is.
-    errors: Sequence[tuple[str, int]] = ()
+    problems: Mapping[int, str] = dataclasses.field(default_factory=dict)  # of calls, by number
+    errors: Sequence[str] = ()  # what was meant as a call and cannot be read as one
     cut: bool = False  # at the limit of a turn's tokens
 
 
@@ -87,7 +87,7 @@ class Tools:
         self.counts.cut += said.cut
         replies: list[Reply] = []
         for number, call in enumerate(said.calls):
-            problem = misuse(call)
+            problem = said.problems.get(number) or misuse(call)
             if not problem and call.name == "submit":
                 self.counts.submitted = True
                 return replies
@@ -96,7 +96,7 @@ class Tools:
             text = problem or await self._bash(call.arguments["command"])
             replies.append(Reply(text, number))
         self.counts.malformed += len(said.errors)
-        replies += [Reply(self._explained(error, said), call) for error, call in said.errors]
+        replies += [Reply(self._explained(error, said)) for error in said.errors]
         if not replies:
             self.counts.without_call += 1
             replies.append(Reply(self._explained(NO_CALL, said), remark=True))

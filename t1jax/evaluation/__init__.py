@@ -1,0 +1,1 @@
+"""Trials as numbers that can be trusted: estimates with intervals, comparisons, refusals."""
