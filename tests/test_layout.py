@@ -35,6 +35,10 @@ BELOW_PIPELINE = (
     "t1jax.progress",
 )
 
+SAMPLING_DEVICE = tuple(
+    f"t1jax.sampling.{name}" for name in ("sampler", "programs", "results", "engine")
+)
+
 PLACES = {
     "t1jax": Place("H", ()),
     "t1jax.errors": Place("H", ()),
@@ -47,9 +51,15 @@ PLACES = {
     "t1jax.data": Place("H", ("t1jax.trajectory", "t1jax.progress")),
     "t1jax.model": Place("D", ()),
     "t1jax.rl": Place("D", ("t1jax.model",)),
-    "t1jax.sampling": Place("S", ("t1jax.model", "t1jax.trajectory", "t1jax.progress")),
+    "t1jax.sampling": Place(
+        "S", ("t1jax.model", "t1jax.trajectory", "t1jax.progress", *SAMPLING_DEVICE)
+    ),
+    "t1jax.sampling.open": Place("S", BELOW_PIPELINE + SAMPLING_DEVICE),
+    "t1jax.sampling.sample": Place("S", ("t1jax.sampling.open", *BELOW_PIPELINE)),
     "t1jax.sampling.sampler": Place("D", ("t1jax.model",)),
-    "t1jax.sampling.engine": Place("D", ("t1jax.model",)),
+    "t1jax.sampling.programs": Place("D", ("t1jax.model", "t1jax.sampling.sampler")),
+    "t1jax.sampling.results": Place("D", ("t1jax.sampling.programs",)),
+    "t1jax.sampling.engine": Place("D", ("t1jax.model", *SAMPLING_DEVICE)),
     "t1jax.checkpoint": Place("S", ("t1jax.model", "t1jax.progress")),
     "t1jax.score": Place(
         "S", ("t1jax.model", "t1jax.trajectory", "t1jax.checkpoint", "t1jax.progress")

@@ -103,7 +103,7 @@ def attend(q_BTNH: jax.Array, keys: KeyValues, placed: Placed, run: Execution) -
 
     Args:
       q_BTNH: queries, rotated.
-      keys: keys and values [B, T, K, H] of the same tokens; query head n reads kv head n // (N / K).
+      keys: of the same tokens, [B, T, K, H]; query head n reads kv head n // (N / K).
       placed: columns and segments of the tokens, int32 [B, T].
 
     Returns:

@@ -6,7 +6,7 @@ B rows · T positions · S other positions (cached, or a chunk's columns) · D r
 N query heads · K kv heads · G query heads per kv head · H head width
 J delta-net key heads · I delta-net value heads · X key width · Y value width · W convolution taps
 Z chunks of positions · P flat tokens (B·T) · E experts · C chosen experts · F hidden units
-R routed copies of tokens · V vocabulary · L layers · U gate and up (2)
+R routed copies of tokens · V vocabulary · L layers · U gate and up (2) · Q stop tokens of a slot
 """
 
 from collections.abc import Callable
