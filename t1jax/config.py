@@ -93,6 +93,7 @@ class SamplerSection(Section):
     cache_mb: Whole = 1024  # kept caches of finished turns
     steps_per_round: Count = 1  # decode steps between two looks at the queue
     capture_routes: bool = True
+    waiting: Count = 4096  # requests that may wait for a slot
 
 
 class OptimizerSection(Section):

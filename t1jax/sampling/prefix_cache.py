@@ -65,6 +65,11 @@ class PrefixCache:
             self._remove(next(iter(self._entries)))
             self.evictions += 1
 
+    def forget(self, session: str) -> None:
+        """Drops what a session that will not go on has left."""
+        for length in list(self._lengths.get(session, [])):
+            self._remove((session, length))
+
     def clear(self) -> None:
         """Forgets everything: the weights are others now."""
         self._entries.clear()

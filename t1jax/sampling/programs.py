@@ -109,6 +109,8 @@ class Programs:
                 "that the mesh has (data * fsdp * expert); choose a multiple"
             )
         self.config, self.run, self.sizes = config, run, sizes
+        one, two = (_bytes_of(config, columns, run.dtype) for columns in (1, 2))
+        self._column_bytes, self._state_bytes = two - one, 2 * one - two
         whole = NamedSharding(run.mesh, PartitionSpec())
         cache = cache_shardings(config, run.mesh)
         self.held_at = Held(cache, whole)
@@ -128,6 +130,10 @@ class Programs:
         self.decode = jit(
             self._decode, static_argnames="steps", donate_argnums=1, out_shardings=(state, whole)
         )
+
+    def kept_bytes(self, tokens: int) -> int:
+        """What `take` of so many tokens read holds on a device that has its row."""
+        return self._state_bytes + self.sizes.room(tokens) * self._column_bytes
 
     def _fresh_cache(self, rows: int) -> Cache:
         return empty_cache(self.config, rows, self.sizes.context, self.run.dtype)
@@ -246,6 +252,12 @@ class Programs:
             state, cache=out.cache, token_B=token_B, left_B=left_B,
             active_B=active_B & ~stopped_B & (left_B > 0),
         ), step
+
+
+def _bytes_of(config: ModelConfig, columns: int, dtype: str) -> int:
+    """Of one row with room for so many columns."""
+    held = jax.eval_shape(lambda: empty_cache(config, 1, columns, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(held))
 
 
 def _index(i: Any) -> jax.Array:
