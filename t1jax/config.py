@@ -160,10 +160,14 @@ class PpoSection(Section):
     gamma: Share = 1.0
     lam: Share = 1.0
     minibatches: Count = 1
-    kl: NotNegative = 0.0
+    kl: NotNegative = 0.0  # coefficient in the loss, to the policy that PPO began with
+    kl_reward: NotNegative = 0.0  # coefficient in the reward
     entropy: NotNegative = 0.0
+    normalize_rewards: bool = False  # over a step's trajectories
+    normalize_advantages: bool = False  # over a step's sampled tokens
     importance: Literal["none", "truncated", "masked"] = "none"  # correction for the sampler
     importance_cap: Positive = 2.0
+    offload: bool = False  # what a phase does not use goes to host memory
     actor: OptimizerSection
     critic: OptimizerSection
     sampling: SamplingSection = SamplingSection()

@@ -1,7 +1,7 @@
 """Batches of recorded trajectories, in a seeded order that a restart meets again exactly.
 
-    batches = epochs(entries, feed, seed=0)       # a grain dataset: batches[k] is the k-th batch
-    for k, batch in enumerate(reader(batches, start, workers=2), start): ...
+    batches = epochs(entries, ..., seed=0)        # a grain dataset: batches[k] is the k-th batch
+    for k, batch in enumerate(reader(batches, feed, start, workers=2), start): ...
 
 Every epoch is shuffled anew. The order and the arrangement into rows are the same in every process
 and for any number of processes; each reads and fills only its own rows. A batch depends on its
@@ -95,17 +95,19 @@ def _piece(entry: Entry, trajectory: Trajectory, number: int, feed: Feed) -> Pie
 
 
 def epochs(
-    entries: Sequence[Entry], feed: Feed, *, batch_trajectories: int, count: int, seed: int
+    entries: Sequence[Entry], *, batch_trajectories: int, count: int, seed: int
 ) -> grain.MapDataset:
-    """Batches of `count` epochs. Each epoch has every trajectory once; its last batch is short."""
+    """Lists of entries. Each epoch has every trajectory once; its last batch is short."""
     source = grain.MapDataset.source(entries).seed(seed).shuffle()
     batches = source.batch(batch_trajectories, drop_remainder=False, batch_fn=list)
-    return batches.repeat(count).map(feed)
+    return batches.repeat(count)
 
 
-def reader(batches: grain.MapDataset, start: int, *, workers: int) -> Iterator[Prepared]:
+def reader(
+    batches: grain.MapDataset, feed: Feed, start: int, *, workers: int
+) -> Iterator[Prepared]:
     """Batches from number `start` on, prepared ahead by threads or by so many processes."""
-    rest = batches.slice(slice(start, None))
+    rest = batches.slice(slice(start, None)).map(feed)
     if workers == 0:
         ahead = grain.ReadOptions(num_threads=2, prefetch_buffer_size=READ_AHEAD)
         return iter(rest.to_iter_dataset(ahead))

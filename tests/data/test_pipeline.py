@@ -26,8 +26,12 @@ def feed(rows=slice(None)):
     return Feed(tokens=16, rows=2, packs=True, too_long="error", mine=rows, shape=made.SHAPE)
 
 
-def batches(entries, rows=slice(None), count=2):
-    return epochs(entries, feed(rows), batch_trajectories=4, count=count, seed=3)
+def batches(entries):
+    return epochs(entries, batch_trajectories=4, count=2, seed=3)
+
+
+def read(entries, start=0, rows=slice(None), workers=0):
+    return list(reader(batches(entries), feed(rows), start, workers=workers))
 
 
 def members(prepared):
@@ -37,17 +41,17 @@ def members(prepared):
 
 
 def test_every_epoch_has_every_trajectory_once_in_another_order(entries):
-    read = [members(batch) for batch in reader(batches(entries), 0, workers=0)]
-    assert [len(batch) for batch in read] == [4, 4, 2, 4, 4, 2]
-    first, second = read[0] + read[1] + read[2], read[3] + read[4] + read[5]
+    held = [members(batch) for batch in read(entries)]
+    assert [len(batch) for batch in held] == [4, 4, 2, 4, 4, 2]
+    first, second = held[0] + held[1] + held[2], held[3] + held[4] + held[5]
     assert sorted(first) == sorted(second) == list(range(1, 11))
-    assert read[0] != read[3]
+    assert held[0] != held[3]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_restart_in_the_middle_of_an_epoch_meets_the_same_batches(entries, workers):
-    whole = list(reader(batches(entries), 0, workers=0))
-    rest = list(reader(batches(entries), 2, workers=workers))
+    whole = read(entries)
+    rest = read(entries, 2, workers=workers)
     assert len(rest) == 4
     for got, want in zip(rest, whole[2:], strict=True):
         assert got.facts == want.facts
@@ -57,8 +61,8 @@ def test_a_restart_in_the_middle_of_an_epoch_meets_the_same_batches(entries, wor
 
 
 def test_processes_read_rows_that_make_up_the_whole_and_never_overlap(entries):
-    whole = list(batches(entries))
-    parts = [list(batches(entries, slice(i, i + 1))) for i in range(2)]
+    whole = read(entries)
+    parts = [read(entries, rows=slice(i, i + 1)) for i in range(2)]
     for number, batch in enumerate(whole):
         for micro, want in enumerate(batch.packed):
             rows = [part[number].packed[micro].tokens_BT for part in parts]

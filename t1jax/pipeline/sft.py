@@ -1,0 +1,107 @@
+"""`t1jax sft`: supervised fine-tuning on the sampled tokens of kept trajectories.
+
+    trajectories -> kept ones -> batches -> steps -> RUN/weights/sft
+
+One optimizer step a batch; the batch's trajectories are packed into as many micro-batches as they
+fill. The number of steps made is the whole position in the data: a restart goes on exactly.
+"""
+
+import functools
+
+import jax
+
+from t1jax.config import Config, require
+from t1jax.data.folder import Entry, list_entries
+from t1jax.data.pipeline import epochs, reader
+from t1jax.model.qwen3_5 import Params
+from t1jax.pipeline.feed import dump, make_feed, read_ahead
+from t1jax.pipeline.learning import (
+    Setup,
+    abstract_policy,
+    keep_config,
+    load_policy,
+    make_optimizer,
+    open_setup,
+    policy_path,
+    save_policy,
+)
+from t1jax.pipeline.place import Placer, fetched
+from t1jax.pipeline.profile import Clock, profiled
+from t1jax.pipeline.session import Session, session
+from t1jax.rl import steps
+from t1jax.rl.inputs import SftInputs
+from t1jax.rl.optimizer import Optimizer
+
+SHOWN = ("loss", "gradient_norm", "tokens_per_s", "packing_efficiency")
+
+
+def sft(config: Config, *, profile: str = "") -> None:
+    """`t1jax sft`.
+
+    Args:
+      config: with an `sft:` section.
+      profile: a directory for a trace of one step; empty: none.
+
+    Raises:
+      UserError: nothing to train on, or a guard stopped the run.
+      Preempted: a signal came; the state is saved.
+    """
+    section = require(config, "sft")
+    setup = open_setup(config)
+    entries, counts = list_entries(
+        section.trajectories, keep=section.keep, per_task=section.per_task, seed=config.seed
+    )
+    keep_config(config)
+    total = section.epochs * -(-len(entries) // section.batch_trajectories)
+    optimizer = make_optimizer(section.optimizer, total)
+    step = steps.make_sft_step(setup.policy, setup.run, optimizer)
+    note = "; trajectories: " + ", ".join(f"{number} {name}" for name, number in counts.items())
+    with session(setup, "sft", total=total, shown=SHOWN) as stage:
+        params = fine_tune(setup, entries, optimizer, step, stage, note=note, profile=profile)
+    print(f"wrote {save_policy(setup, params, 'sft')}")
+
+
+def fine_tune(
+    setup: Setup,
+    entries: list[Entry],
+    optimizer: Optimizer,
+    step: steps.Step[SftInputs],
+    stage: Session,
+    *,
+    note: str = "",
+    profile: str = "",
+) -> Params:
+    """Trains from the last saved state, or from the stage's first weights; the last weights."""
+    learner, start = _begin(setup, optimizer, stage)
+    stage.begin(start, note)
+    section = require(setup.config, "sft")
+    placer, clock = Placer(setup.run, section.batch.rows), Clock()
+    batches = epochs(
+        entries,
+        batch_trajectories=section.batch_trajectories,
+        count=section.epochs,
+        seed=setup.config.seed,
+    )
+    feed = make_feed(setup, section.batch, routed=False)
+    read = reader(batches, feed, start, workers=section.batch.workers)
+    with jax.transfer_guard("disallow"):
+        ahead = read_ahead(read, placer, section.batch.tokens)
+        for number, (prepared, placed) in enumerate(ahead, start):
+            with profiled(profile if number == start + 1 else ""):
+                learner, told = step(learner, [SftInputs(batch) for batch in placed])
+                row = {name: float(value) for name, value in fetched(told).items()}
+            seconds = clock.lap()
+            row |= {"seconds": seconds, "tokens_per_s": row["tokens"] / seconds}
+            skipped = bool(row.pop("skipped"))
+            dumped = functools.partial(dump, prepared)
+            stage.told(number, row | prepared.facts, skipped=skipped, dump=dumped)
+            stage.done(number + 1, {"actor": learner}, {}, -row["loss"])
+    return learner.params
+
+
+def _begin(setup: Setup, optimizer: Optimizer, stage: Session) -> tuple[steps.Learner, int]:
+    found = stage.restore({"actor": abstract_policy(setup, optimizer)})
+    if found is not None:
+        return found.trees["actor"], found.step
+    params = load_policy(setup, policy_path(setup.config, "sft"))
+    return steps.new_learner(setup.policy, setup.run, optimizer, params), 0
