@@ -350,4 +350,4 @@ def check(request: Request, engine: T1Engine) -> None:
             temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, seed=asked.seed
         )
     except ValueError as error:
-        raise RequestError(f"prompt: {error}" if "token" in str(error) else str(error)) from None
+        raise RequestError(str(error)) from None

@@ -12,8 +12,9 @@ import numpy as np
 from t1jax.config import SamplerSection
 from t1jax.model.config import from_huggingface
 from t1jax.model.execution import default_execution
+from t1jax.model.moe import Replay
 from t1jax.model.qwen3_5 import Qwen3_5, bind, init_params
-from t1jax.model.sharding import axis_size, make_mesh
+from t1jax.model.sharding import make_mesh
 from t1jax.sampling.engine import T1Engine
 from t1jax.sampling.scheduler import Scheduler, sizes_of
 from t1jax.trajectory.completion import Request
@@ -72,33 +73,43 @@ def run(work, options: SamplerSection = OPTIONS, mesh: str = "", seed: int = 0):
 
 
 @functools.cache
-def scorer(mesh: str = ""):
-    """Jitted (params, tokens [B, T], lengths [B]) -> logits and routes: one pass, no cache."""
-    execute = execution(mesh)
+def scorer():
+    """Jitted (params, tokens [B, T], lengths [B], routes) -> logits, live routes; no cache."""
+    execute = execution()
 
     @functools.partial(jax.jit, compiler_options=execute.compiler_options)
-    def score(params, tokens, lengths):
+    def score(params, tokens, lengths, replay):
         real = (np.arange(tokens.shape[1]) < lengths[:, None]).astype("int32")
         bound = bind(model(), params)
-        out = bound(tokens, segments_BT=real, run=execute)
-        return bound.head(out.hidden_BTD, execute), out.routes_LBTC
+        out = bound(tokens, segments_BT=real, run=execute, replay=replay)
+        return bound.head(out.hidden_BTD, execute), out.live_routes_LBTC
 
     return score
 
 
-def scored(streams, mesh: str = "", seed: int = 0):
-    """Logits [T, V] and routes [T, L, C] of each stream, by a pass over whole rows."""
-    rows = -(-len(streams) // 8) * 8
-    assert rows % axis_size(execution(mesh).mesh, "rows") == 0
-    tokens = np.zeros((rows, OPTIONS.context), np.int32)
-    lengths = np.zeros(rows, np.int32)
-    for i, stream in enumerate(streams):
-        tokens[i, : len(stream)], lengths[i] = stream, len(stream)
-    parts = [slice(i, i + 8) for i in range(0, rows, 8)]
-    out = [jax.device_get(scorer(mesh)(params(mesh, seed), tokens[p], lengths[p])) for p in parts]
-    logits = np.concatenate([x for x, _ in out])
-    routes = np.moveaxis(np.concatenate([x for _, x in out], axis=1), 0, 2)
-    return [(logits[i, :n], routes[i, :n]) for i, n in enumerate(lengths[: len(streams)])]
+def scored(streams, routes=None):
+    """Logits [N, V] and live routes [N, L, C] of each stream, by passes over whole rows.
+
+    `routes`: those of each stream but for its last token, which are replayed.
+    """
+    out = []
+    for begin in range(0, len(streams), 8):
+        rows = streams[begin : begin + 8]
+        tokens, lengths = np.zeros((8, OPTIONS.context), np.int32), np.zeros(8, np.int32)
+        config = model().config
+        ids = np.zeros((config.layers, 8, OPTIONS.context, config.moe.chosen), np.uint8)
+        recorded = np.zeros(ids.shape[:3], bool)
+        for i, stream in enumerate(rows):
+            tokens[i, : len(stream)], lengths[i] = stream, len(stream)
+            if routes is not None:
+                ids[:, i, : len(stream) - 1] = np.moveaxis(routes[begin + i], 1, 0)
+                recorded[:, i, : len(stream) - 1] = True
+        logits, live = jax.device_get(scorer()(params(), tokens, lengths, Replay(ids, recorded)))
+        out += [
+            (logits[i, :n], np.moveaxis(live[:, i, :n], 1, 0))
+            for i, n in enumerate(lengths[: len(rows)])
+        ]
+    return out
 
 
 def logprobs(logits: np.ndarray, temperature: float) -> np.ndarray:
