@@ -183,6 +183,30 @@ def score(
 
 
 @app.command()
+def sample(
+    checkpoint: Annotated[str, typer.Argument(help="A t1jax or Hugging Face checkpoint.")],
+    prompts: Annotated[str, typer.Argument(help="JSON lines: prompt or prompt_ids, max_tokens …")],
+    output: Annotated[str, typer.Argument(help="JSON lines: ids, text, logprobs; and routes.")],
+    dtype: Annotated[Dtype, typer.Option(help="Type of weights and activations.")] = Dtype.float32,
+    mesh: Mesh = "",
+    slots: Annotated[int, typer.Option(min=1, help="Prompts continued together.")] = 16,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=1, help="Most prompt tokens read at once, a power of two.")
+    ] = 512,
+    steps_per_round: Annotated[
+        int, typer.Option(min=1, help="Decode steps in a row while no prompt waits.")
+    ] = 4,
+) -> None:
+    """Continue prompts: tokens with their log-probs and expert routes."""
+    from t1jax.sampling.sample import sample
+
+    sample(
+        checkpoint, prompts, output, mesh=mesh, dtype=str(dtype), slots=slots,
+        prefill_chunk=prefill_chunk, steps_per_round=steps_per_round,
+    )  # fmt: skip
+
+
+@app.command()
 def rollout(config: ConfigFile, changes: Changes = None) -> None:
     """Play tasks with a model and keep the trajectories."""
     from t1jax.config import load_config
