@@ -79,6 +79,7 @@ class DecodeState:
     cache: Cache
     token_B: jax.Array  # int32, sampled or given last, not read yet
     active_B: jax.Array  # bool
+    sampled_B: jax.Array  # int32, tokens sampled since the slot was filled
     left_B: jax.Array  # int32, tokens that may still be sampled
     stops_BQ: jax.Array  # int32 [B, STOPS], NO_TOKEN where there is none
     settings: Settings
@@ -87,7 +88,7 @@ class DecodeState:
 class Step(NamedTuple):
     """What decode steps give for each slot, on every device; T counts the steps."""
 
-    packed_BT: jax.Array  # int32 [B, 2 T + 1]: tokens; 1 where the slot was active; final length
+    packed_BT: jax.Array  # int32 [B, 2 T + 1]: tokens; 1 where the slot was active; sampled_B
     raw_logprob_BT: jax.Array
     filtered_logprob_BT: jax.Array
     routes_BTLC: jax.Array  # of the tokens read; L = 0 where routes are not captured
@@ -116,8 +117,8 @@ class Programs:
         self.held_at = Held(cache, whole)
         settings = Settings(temperature_B=whole, top_k_B=whole, top_p_B=whole, seed_B=whole)
         state = DecodeState(
-            cache=cache, token_B=whole, active_B=whole, left_B=whole, stops_BQ=whole,
-            settings=settings,
+            cache=cache, token_B=whole, active_B=whole, sampled_B=whole, left_B=whole,
+            stops_BQ=whole, settings=settings,
         )
         jit = functools.partial(jax.jit, compiler_options=run.compiler_options)
         self.init = jit(self._init, out_shardings=state)
@@ -143,7 +144,8 @@ class Programs:
         zeros = functools.partial(jnp.zeros, B)
         return DecodeState(
             cache=self._fresh_cache(B), token_B=zeros(jnp.int32), active_B=zeros(bool),
-            left_B=zeros(jnp.int32), stops_BQ=jnp.full((B, STOPS), NO_TOKEN, jnp.int32),
+            sampled_B=zeros(jnp.int32), left_B=zeros(jnp.int32),
+            stops_BQ=jnp.full((B, STOPS), NO_TOKEN, jnp.int32),
             settings=Settings(
                 temperature_B=zeros(jnp.float32), top_k_B=zeros(jnp.int32),
                 top_p_B=jnp.ones(B, jnp.float32), seed_B=zeros(jnp.uint32),
@@ -195,6 +197,7 @@ class Programs:
             cache=cache,
             token_B=put(state.token_B, held.token),
             active_B=put(state.active_B, row.left > 0),
+            sampled_B=put(state.sampled_B, 0),
             left_B=put(state.left_B, row.left),
             stops_BQ=put(state.stops_BQ, row.stops_Q),
             settings=jax.tree.map(put, state.settings, row.settings),
@@ -226,8 +229,9 @@ class Programs:
         one = functools.partial(self._decode_one, bound)
         state, by_step = jax.lax.scan(lambda state, _: one(state), state, None, length=steps)
         token_BT, valid_BT, *rest = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), by_step)
-        length_B1 = state.cache.length_B[:, None] + 1
-        packed_BT = jnp.concatenate([token_BT, valid_BT.astype(jnp.int32), length_B1], axis=1)
+        packed_BT = jnp.concatenate(
+            [token_BT, valid_BT.astype(jnp.int32), state.sampled_B[:, None]], axis=1
+        )
         return state, Step(packed_BT, *rest)
 
     def _decode_one(self, bound: Any, state: DecodeState) -> tuple[DecodeState, tuple]:
@@ -250,6 +254,7 @@ class Programs:
         )  # fmt: skip
         return dataclasses.replace(
             state, cache=out.cache, token_B=token_B, left_B=left_B,
+            sampled_B=state.sampled_B + active_B.astype(jnp.int32),
             active_B=active_B & ~stopped_B & (left_B > 0),
         ), step
 

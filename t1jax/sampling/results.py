@@ -27,7 +27,7 @@ class Slot(SlotData):
 class Result(ResultTokens):
     """Tokens of every slot, of one or several steps. See `sampler` for the two log-probs.
 
-    `data` is [B, 2 * steps + 1]: tokens, validity, and how many tokens the stream has in the end.
+    `data` is [B, 2 * steps + 1]: tokens, validity, and how many the slot has sampled so far.
     `routes` are those of the token that was READ to sample this one: of the one before it.
     """
 

@@ -32,7 +32,7 @@ def drive(engine, params, prompts, steps=STEPS):
         for slot, tokens in enumerate(sampled):
             data = result.get_result_at_slot(slot)
             assert data.valid.all() and data.tokens.shape == (1, 1)
-            assert data.lengths[0] == len(prompts[slot]) + len(tokens) + 1
+            assert data.lengths[0] == len(tokens) + 1
             tokens.append(int(data.tokens[0, 0]))
     return sampled
 
