@@ -33,6 +33,7 @@ BELOW_PIPELINE = (
     "t1jax.sampling",
     "t1jax.checkpoint",
     "t1jax.progress",
+    "t1jax.interrupts",
 )
 
 SAMPLING_DEVICE = tuple(
@@ -60,7 +61,7 @@ PLACES = {
     "t1jax.sampling.programs": Place("D", ("t1jax.model", "t1jax.sampling.sampler")),
     "t1jax.sampling.results": Place("D", ("t1jax.sampling.programs",)),
     "t1jax.sampling.engine": Place("D", ("t1jax.model", *SAMPLING_DEVICE)),
-    "t1jax.checkpoint": Place("S", ("t1jax.model", "t1jax.progress")),
+    "t1jax.checkpoint": Place("S", ("t1jax.model", "t1jax.progress", "sandbox")),
     "t1jax.score": Place(
         "S", ("t1jax.model", "t1jax.trajectory", "t1jax.checkpoint", "t1jax.progress")
     ),

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from t1jax.checkpoint.huggingface import Naming, table
 from t1jax.checkpoint.staging import staged
 from t1jax.checkpoint.tensor_files import SINGLE, Block, write_file
-from t1jax.checkpoint.tiny_text import CHAT_TEMPLATE, CORPUS
+from t1jax.checkpoint.tiny_text import CHAT_TEMPLATE, corpus
 from t1jax.errors import UserError
 from t1jax.model.config import ModelConfig, from_huggingface
 from t1jax.progress import Progress
@@ -283,7 +283,7 @@ def train_tokenizer(vocab: int) -> Tokenizer:
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS.splitlines(keepends=True), trainer)
+    tokenizer.train_from_iterator(corpus(), trainer)
     tokenizer.add_tokens(
         [AddedToken(name, special=special, normalized=False) for name, special in ADDED_TOKENS]
     )

@@ -1,8 +1,14 @@
 """Text of the tiny model: what its tokenizer is trained on, and its chat template.
 
-Knows nothing of tokenizers or models. Small enough to train on in a second; shell sessions,
-instructions and code, because that is what an agent reads and writes.
+Knows nothing of tokenizers or models. Small enough to train on in a second: shell sessions, code,
+and the shipped tasks with their solutions, because that is what an agent reads and writes.
 """
+
+from collections.abc import Iterator
+
+from sandbox.tasks.draw import Split
+from sandbox.tasks.families import FAMILIES
+from sandbox.tasks.make import drafts_of
 
 CORPUS = r"""
 You are given a task in a Linux container. Work in the terminal until the task is done, then stop.
@@ -147,6 +153,33 @@ SELECT name, COUNT(*) AS total FROM orders WHERE price > 100 GROUP BY name ORDER
 The quick brown fox jumps over the lazy dog. 0 1 2 3 4 5 6 7 8 9 10 11 12 100 256 1000 1024 4096
 Größe: naïve café, “quotes” – and … symbols → ✓ 你好，世界 Привет мир こんにちは
 """
+
+# What surrounds every turn; between tags, as the agent's own text has them.
+FRAME = """\
+system
+user
+assistant
+<function=bash>
+<parameter=command>
+{command}
+</parameter>
+</function>
+<function=submit>
+</function>
+"""
+TASKS = 720  # a second's work; four of each family and level up to the third
+
+
+def corpus() -> Iterator[str]:
+    """The lines that a tokenizer learns from: sessions and code, and shipped tasks with solutions.
+
+    Only tasks for training: a tokenizer that knew the test split's names would favour them.
+    """
+    yield from CORPUS.splitlines(keepends=True)
+    for draft in drafts_of(Split.train, 0, TASKS, (1, 2, 3), tuple(FAMILIES)):
+        turn = FRAME.format(command="\n".join(draft.commands))
+        yield from (draft.instruction + turn).splitlines(keepends=True)
+
 
 # Text only; renders what the published template renders for text. Compared with it by hand.
 CHAT_TEMPLATE = r"""{%- if not messages %}

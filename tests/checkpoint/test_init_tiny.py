@@ -87,3 +87,13 @@ def test_an_unknown_size_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"'huge' is none of \['tiny'\]"):
         init_tiny(tmp_path / "dst", size="huge", progress=made.silent())
     assert made.left_behind(tmp_path) == []
+
+
+def test_a_shipped_task_s_solution_is_a_handful_of_tokens(tiny):
+    tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
+    said, solved = (
+        tokenizer.encode(text).tokens
+        for text in ("Pack the directory red_fox into wet_elk.tar.gz.", "tar czf a wet_elk red_fox")
+    )
+    assert said == "Pack Ġthe Ġdirectory Ġred _fox Ġinto Ġwet _elk .tar .gz .".split()
+    assert solved == "tar Ġczf Ġa Ġwet _elk Ġred _fox".split()
