@@ -35,7 +35,7 @@ lint: venv
 
 bench: venv
 	@for file in tests/benchmarks/model.py tests/benchmarks/conversion.py \
-	    tests/benchmarks/sandboxes.py tests/benchmarks/trajectory.py; do \
+	    tests/benchmarks/sandboxes.py tests/benchmarks/trajectory.py tests/benchmarks/sampling.py; do \
 	    echo "== $$file"; $(VENV)/bin/python "$$file" || exit 1; \
 	done
 

@@ -310,9 +310,12 @@ BENCHMARKS: dict[str, Callable[[Pace], Iterator[Figure]]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
+def command(
+    name: str, benchmarks: dict[str, Callable[[Pace], Iterator[Figure]]], about: str
+) -> None:
+    """Runs the benchmarks that the command line asks for; the last line is one JSON document."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=benchmarks, default=list(benchmarks))
     parser.add_argument("--pairs", type=int, default=7, help="neighbouring runs per figure")
     parser.add_argument(
         "--patience", type=float, default=60.0,
@@ -324,20 +327,20 @@ def main() -> None:
     sys.stdout.reconfigure(line_buffering=True)
     before = psutil.cpu_percent(interval=1.0)
     print(f"{psutil.cpu_count()} cores, {before:.0f}% busy before the first run")
-    print(f"shares count: {FORMULA}")
     figures = []
-    for name in chosen.only:
+    for only in chosen.only:
         wait_for_quiet(pace.patience_s / 2)
-        for figure in BENCHMARKS[name](pace):
+        for figure in benchmarks[only](pace):
             print(figure.row())
             figures.append(figure)
     print(f"\n{HEADER}", *(figure.row() for figure in figures), sep="\n")
     print("range: of the pairs. others: share of the machine that other processes had meanwhile.")
     print(json.dumps({
-        "benchmark": "model", "busy_before": before / 100,
+        "benchmark": name, "busy_before": before / 100,
         "figures": [figure.record() for figure in figures],
     }))
 
 
 if __name__ == "__main__":
-    main()
+    print(f"shares count: {FORMULA}")
+    command("model", BENCHMARKS, __doc__)
