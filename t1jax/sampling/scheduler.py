@@ -13,6 +13,7 @@ two weight versions.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import queue
@@ -34,6 +35,7 @@ from t1jax.sampling.programs import STOPS, Sizes
 from t1jax.sampling.rounds import Answer, Counters, Job, Piece, Rounds, Swap
 from t1jax.trajectory.completion import Completion, ContextFullError, Request, RequestError
 
+IDLE_S = 60.0  # then an empty round tells the other hosts that this one lives
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -262,10 +264,13 @@ class Scheduler:
             self._rounds.round()
 
     def _commands(self) -> list[Command]:
-        """What has come; waits where there is nothing else to do."""
+        """What has come; waits a while where there is nothing else to do."""
         if not self._link.leads:
             return []
-        commands = [] if self._rounds.busy else [self._inbox.get()]
+        commands = []
+        if not self._rounds.busy:
+            with contextlib.suppress(queue.Empty):
+                commands.append(self._inbox.get(timeout=IDLE_S))
         while not self._inbox.empty():
             commands.append(self._inbox.get())
         return commands
@@ -284,7 +289,7 @@ class Scheduler:
             self._swap(command)
 
     def _swap(self, command: NewWeights) -> None:
-        params, client = self._swaps.get()
+        params, client = self._swaps.get()  # on other hosts the weights may come a little later
         try:
             self._rounds.swap(Swap(
                 params=params, version=command.version, restart=command.restart,

@@ -86,8 +86,7 @@ VARIANTS = {
     "one slot": (S.OPTIONS.model_copy(update={"slots": 1}), ""),
     "sixteen slots": (S.OPTIONS.model_copy(update={"slots": 16}), ""),
     "several steps at a time": (S.OPTIONS.model_copy(update={"steps_per_round": 4}), ""),
-    "experts over four devices": (S.OPTIONS.model_copy(update={"slots": 8}), "expert=4,data=2"),
-    "heads over two devices": (S.OPTIONS, "tensor=2,fsdp=2"),
+    "eight devices": (S.OPTIONS, "data=2,expert=2,tensor=2"),
 }
 
 
