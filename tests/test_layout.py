@@ -31,6 +31,7 @@ BELOW_PIPELINE = (
     "t1jax.model",
     "t1jax.rl",
     "t1jax.sampling",
+    "t1jax.sampling.open",
     "t1jax.checkpoint",
     "t1jax.progress",
     "t1jax.interrupts",

@@ -182,8 +182,13 @@ class Rounds:
         self._read_some()
         if self._running:
             self._decode()
+        in_engine_s = self.counters.engine_s - engine_s
+        self.counters.host_s += time.perf_counter() - began_s - in_engine_s
+        self._show()
+
+    def _show(self) -> None:
+        """Brings up to date what the counters say of the present."""
         counters = self.counters
-        counters.host_s += time.perf_counter() - began_s - (counters.engine_s - engine_s)
         counters.running, counters.waiting = len(self._running), len(self._waiting)
         counters.free_slots = len(self._free)
         counters.evictions, counters.cached_bytes = self._cache.evictions, self._cache.size_bytes
@@ -400,4 +405,5 @@ class Rounds:
             self.params = self.engine.load_params(swap.params)
         self.version, self._swap = swap.version, None
         self._cache.clear()
+        self._show()
         swap.done()

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_driver_of_the_release_samples_what_a_direct_loop_does():
     root = Path(__file__).parents[2]
     shown = subprocess.run(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from . import small as S
 
@@ -29,6 +30,7 @@ def start(port: int, process: int) -> subprocess.Popen:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_processes_decide_and_sample_as_one():
     port = free_port()
     processes = [start(port, i) for i in range(2)]

@@ -90,7 +90,16 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+LONG = ("eight devices",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted(VARIANTS.keys() - LONG),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in LONG),
+    ],
+)
 def test_the_same_conversations_however_they_are_run(name):
     options, mesh = VARIANTS[name]
     records, counters = conversations(FEW, options, mesh)
