@@ -1,6 +1,6 @@
 """What a row's past leaves behind, for continuing it: one pytree, an argument and a result."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def cache_shardings(config: ModelConfig, mesh: Mesh) -> Cache:
     at = lambda *axes: NamedSharding(mesh, spec(*axes))  # noqa: E731
     columns = at("groups", "rows", None, "kv_heads", None)
     keys, values = ("key_heads", None), ("value_heads", None)
-    states = {
+    states: dict[str, Any] = {
         "attention": KeyValues(columns, columns),
         "delta": DeltaState(
             at("groups", "rows", None, *keys), at("groups", "rows", None, *keys),
