@@ -95,5 +95,6 @@ def test_a_shipped_task_s_solution_is_a_handful_of_tokens(tiny):
         tokenizer.encode(text).tokens
         for text in ("Pack the directory red_fox into wet_elk.tar.gz.", "tar czf a wet_elk red_fox")
     )
-    assert said == ["Pack", "Ġthe", "Ġdirectory", "Ġred", "_fox", "Ġinto", "Ġwet", "_elk", ".tar", ".gz", "."]
+    assert said[:6] == ["Pack", "Ġthe", "Ġdirectory", "Ġred", "_fox", "Ġinto"]
+    assert said[6:] == ["Ġwet", "_elk", ".tar", ".gz", "."]
     assert solved == ["tar", "Ġczf", "Ġa", "Ġwet", "_elk", "Ġred", "_fox"]
