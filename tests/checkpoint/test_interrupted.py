@@ -51,7 +51,7 @@ def killed(command, src, dst, module, name, count):
     [
         ("chunked", "fill", 40),
         pytest.param("chunked", "fill", 1, marks=pytest.mark.slow),
-        pytest.param("convert", "_manifest", 1, marks=pytest.mark.slow),
+        pytest.param("convert", "make_manifest", 1, marks=pytest.mark.slow),
     ],
     ids=["half the chunks", "no chunk", "no manifest"],
 )
