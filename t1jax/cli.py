@@ -206,6 +206,38 @@ def sample(
     )  # fmt: skip
 
 
+Profile = Annotated[
+    str, typer.Option(help="Directory for jax's trace of one step, for TensorBoard; none if empty.")
+]
+
+
+@app.command()
+def sft(config: ConfigFile, changes: Changes = None, profile: Profile = "") -> None:
+    """Fine-tune the policy on recorded trajectories."""
+    from t1jax.config import load_config
+    from t1jax.pipeline.sft import sft
+
+    sft(load_config(config, changes or ()), profile=profile)
+
+
+@app.command()
+def critic(config: ConfigFile, changes: Changes = None) -> None:
+    """Warm up the critic; the policy stays as it is."""
+    from t1jax.config import load_config
+    from t1jax.pipeline.critic import critic
+
+    critic(load_config(config, changes or ()))
+
+
+@app.command()
+def ppo(config: ConfigFile, changes: Changes = None, profile: Profile = "") -> None:
+    """Train the policy by PPO on its own rollouts."""
+    from t1jax.config import load_config
+    from t1jax.pipeline.ppo import ppo
+
+    ppo(load_config(config, changes or ()), profile=profile)
+
+
 @app.command()
 def rollout(config: ConfigFile, changes: Changes = None) -> None:
     """Play tasks with a model and keep the trajectories."""
@@ -213,6 +245,21 @@ def rollout(config: ConfigFile, changes: Changes = None) -> None:
     from t1jax.pipeline.rollout import rollout
 
     rollout(load_config(config, changes or ()))
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigFile,
+    changes: Changes = None,
+    key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Of evaluation.endpoint, where it asks.")
+    ] = "",
+) -> None:
+    """Pass@1 with its interval: a checkpoint, or any model behind a server."""
+    from t1jax.config import load_config
+    from t1jax.evaluation.run import evaluate
+
+    evaluate(load_config(config, changes or ()), key=key)
 
 
 @app.command()

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sandbox import task as task_format
 from sandbox.base import Backend
@@ -42,6 +42,7 @@ from t1jax.trajectory.record import Sampling
 
 CHOSEN = "rollout.json"  # of a step's directory: which trials were kept, written when all have
 PolicyOf = Callable[[Task], Policy]
+Result = TypeVar("Result")
 
 
 def token_play(
@@ -56,20 +57,7 @@ def token_play(
     """Episodes of policies over tokens."""
 
     async def play(job: Job, backend: Backend, folder: Path, watch: Watch) -> Episode:
-        config = EpisodeConfig(
-            limits=limits,
-            trial=trial_config(sandbox),
-            sampling=Sampling(**sampling.model_dump(), seed=job.seed),
-            reward=reward,
-            session=f"{folder.parent.name}/{job.name}",
-            details={
-                "attempt": job.attempt,
-                "seed": job.seed,
-                "version": job.version,
-                "category": job.label("category"),
-                "difficulty": job.label("difficulty"),
-            },
-        )
+        config = episode_config(job, folder, limits, sandbox, sampling, reward=reward)
         policy = _counted(policy_of(job.task), watch)
         baseline = baselines.get(job.task.root)
         return await run_episode(job.task, backend, policy, folder, config, baseline=baseline)
@@ -77,8 +65,30 @@ def token_play(
     return play
 
 
-def trial_config(sandbox: SandboxSection) -> TrialConfig:
-    return TrialConfig(verification=sandbox.verification, attempts=sandbox.attempts)
+def episode_config(
+    job: Job,
+    folder: Path,
+    limits: AgentSection,
+    sandbox: SandboxSection,
+    sampling: SamplingSection,
+    *,
+    reward: str,
+) -> EpisodeConfig:
+    """How a job is played; what tells it apart goes into its record."""
+    return EpisodeConfig(
+        limits=limits,
+        trial=TrialConfig(verification=sandbox.verification, attempts=sandbox.attempts),
+        sampling=Sampling(**sampling.model_dump(), seed=job.seed),
+        reward=reward,
+        session=f"{folder.parent.name}/{job.name}",
+        details={
+            "attempt": job.attempt,
+            "seed": job.seed,
+            "version": job.version,
+            "category": job.label("category"),
+            "difficulty": job.label("difficulty"),
+        },
+    )
 
 
 def _counted(policy: Policy, watch: Watch) -> Policy:
@@ -223,14 +233,14 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 async def with_policy(
-    config: Config, kind: str, use: Callable[[PolicyOf], Awaitable[list[Played | None]]]
-) -> list[Played | None]:
+    config: Config, kind: str, use: Callable[[PolicyOf], Awaitable[Result]]
+) -> Result:
     """Calls `use` with who plays: the model of the config, or each task's own solution."""
     if kind == "solution":
         chat = Chat.load(config.model.checkpoint)
         return await use(lambda task: _solver(chat, task, config.agent))
     # The engine takes seconds to import.
-    from t1jax.pipeline.policy import open_policy  # type: ignore[import-not-found]
+    from t1jax.pipeline.policy import open_policy
 
     async with open_policy(config) as policy:
         return await use(lambda task: policy)

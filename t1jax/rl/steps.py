@@ -112,9 +112,11 @@ def make_policy_logprobs(
     def policy_logprobs(params: Params, batch: Batch, routes: Routes | None) -> Scored:
         bound, out = _forward(model, run, params, batch, routes)
         valid_BT = batch.segments_BT > 0
-        replayed: jax.Array = jnp.zeros_like(valid_BT) if routes is None else valid_BT
-        if routes is not None and routes.replay.recorded_BT is not None:
-            replayed = valid_BT & routes.replay.recorded_BT
+        replayed: jax.Array = jnp.zeros_like(valid_BT)
+        if routes is not None:
+            replayed = valid_BT & ~_last_columns(batch.segments_BT)
+            if routes.replay.recorded_BT is not None:
+                replayed = replayed & routes.replay.recorded_BT
         return Scored(
             bound.head.logprobs(out.hidden_BTD, batch.targets_BT, run),
             *mismatch.replaced_rows(out.routes_LBTC, out.live_routes_LBTC, replayed),
@@ -122,6 +124,12 @@ def make_policy_logprobs(
         )
 
     return policy_logprobs
+
+
+def _last_columns(segments_BT: jax.Array) -> jax.Array:
+    """Each episode's last token: it was no input, so its route is made up where all are forced."""
+    after_BT = jnp.pad(segments_BT, ((0, 0), (0, 1)))[:, 1:]
+    return segments_BT != after_BT
 
 
 def make_critic_values(critic: Qwen3_5, run: Execution) -> Callable[[Params, Batch], jax.Array]:
@@ -359,7 +367,8 @@ def _make_step(
     def jitted_apply(dtype: str) -> Callable[..., tuple[Learner, Metrics]]:
         # Left to itself the partitioner may spell a placement otherwise, and the next step would
         # be compiled again.
-        placed = _shardings(abstract_learner(model, run, optimizer, dtype))
+        with jax.transfer_guard("allow"):  # optax makes scalars to learn its state's structure
+            placed = _shardings(abstract_learner(model, run, optimizer, dtype))
         return jax.jit(apply, donate_argnums=0, out_shardings=(placed, _whole(run)))
 
     def step(learner: Learner, micro_batches: Sequence[Inputs]) -> tuple[Learner, Metrics]:
