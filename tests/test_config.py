@@ -1,10 +1,13 @@
 """The config: what is refused names its key, its value and the way out; what is read comes back."""
 
+from pathlib import Path
+
 import pytest
 
 from t1jax.config import Config, load_config, parse_config, require, to_yaml
 from t1jax.errors import UserError
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 MINIMAL = {"run": "runs/a", "model": {"checkpoint": "model"}}
 PPO = {"steps": 3, "actor": {"learning_rate": 1e-6}, "critic": {"learning_rate": 1.5e-5}}
 
@@ -91,3 +94,11 @@ def test_a_config_is_frozen():
     config = Config.model_validate(MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("**/*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_valid_and_begins_with_its_command(path):
+    load_config(path)
+    first, *_ = path.read_text().splitlines()
+    assert first.startswith("# ")
+    assert "t1jax" in path.read_text().partition("\nrun:")[0]
