@@ -190,6 +190,7 @@ class RolloutSection(Section):
     """`t1jax rollout`: trajectories of many tasks, to look at or to fine-tune on."""
 
     name: str = "rollout"  # of the folder below RUN/trajectories
+    checkpoint: str = ""  # who plays; empty: the run's last weights, else model.checkpoint
     # solution: says each task's own solution instead of sampling.
     policy: Literal["model", "solution"] = "model"
     split: Literal["train", "validation", "test"] = "train"
@@ -200,6 +201,7 @@ class RolloutSection(Section):
 
 
 class EvaluationSection(Section):
+    checkpoint: str = ""  # empty: the run's last weights, else model.checkpoint
     name: str = ""  # of the folder below RUN/evaluation; empty: the split's
     endpoint: str = ""  # an OpenAI-compatible server's URL, which answers instead of the checkpoint
     endpoint_model: str = ""  # the model's name there

@@ -6,7 +6,7 @@ Knows nothing of optimizers, nor of when weights are published.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,14 @@ def make_publisher(
     return lambda params: jax.device_put(cast(params), shardings)
 
 
-def write_weights(params: Params, source: str, dst: epath.PathLike, dtype: str) -> None:
+def write_weights(
+    params: Params,
+    source: str,
+    dst: epath.PathLike,
+    dtype: str,
+    *,
+    trained: Mapping[str, str | int],
+) -> None:
     """Writes parameters as a checkpoint directory, which appears whole; an older one is replaced.
 
     Args:
@@ -57,6 +64,7 @@ def write_weights(params: Params, source: str, dst: epath.PathLike, dtype: str) 
         does not compute with travel along.
       dst: the directory.
       dtype: of the parameters.
+      trained: stage and steps, for the manifest.
     """
     origin, dst = epath.Path(source), epath.Path(dst)
     total_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -72,6 +80,7 @@ def write_weights(params: Params, source: str, dst: epath.PathLike, dtype: str) 
             ".".join(path): {"dtype": leaf.dtype.name, "shape": leaf.shape}
             for path, leaf in flatten(params).items()
         }
+        manifest["trained"] = dict(trained)
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     if dst.exists():
         old.rmtree(missing_ok=True)

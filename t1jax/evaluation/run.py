@@ -21,6 +21,7 @@ from t1jax.agent.episode import Episode
 from t1jax.config import Config
 from t1jax.errors import Preempted, UserError
 from t1jax.evaluation.summary import lines, summarize, table
+from t1jax.pipeline.policy import identity, player
 from t1jax.pipeline.rollout import (
     PolicyOf,
     episode_config,
@@ -58,11 +59,13 @@ def evaluate(config: Config, *, key: str = "") -> dict[str, Any]:
     asked = config.evaluation
     folder = evaluation_folder(config)
     tasks = load_tasks(config, asked.split, asked.limit)
-    keep_settings(folder, _settings(config))
+    checkpoint = "" if asked.endpoint else player(config, asked.checkpoint)
+    keep_settings(folder, _settings(config, checkpoint))
     jobs = make_jobs(tasks, seed=config.seed, step=0, attempts=asked.attempts)
     ended = Preempted(f"ended by a signal; {folder} keeps what is finished: run it again to go on")
-    results = run_until_done(_play(config, key, jobs, folder), ended)
-    summary = _described(config) | summarize(results, attempts=asked.attempts, seed=config.seed)
+    results = run_until_done(_play(config, checkpoint, key, jobs, folder), ended)
+    numbers = summarize(results, attempts=asked.attempts, seed=config.seed)
+    summary = _described(config, checkpoint) | numbers
     _write_results(folder / RESULTS, results)
     write_json(folder / SUMMARY, summary)
     Console().print(table(folder.name, summary))
@@ -81,7 +84,9 @@ def evaluation_folder(config: Config) -> Path:
     return Path(config.run) / "evaluation" / (asked.name or asked.split)
 
 
-async def _play(config: Config, key: str, jobs: Sequence[Job], folder: Path) -> list[Played]:
+async def _play(
+    config: Config, checkpoint: str, key: str, jobs: Sequence[Job], folder: Path
+) -> list[Played]:
     asked = config.evaluation
     baselines = load_baselines(config, asked.split)
 
@@ -110,7 +115,7 @@ async def _play(config: Config, key: str, jobs: Sequence[Job], folder: Path) -> 
             )
         )
 
-    return await with_policy(config, "model", with_model)
+    return await with_policy(config, checkpoint, with_model)
 
 
 def chat_play(client: Client, config: Config, baselines: Mapping[Path, Baseline]) -> Play:
@@ -130,13 +135,13 @@ def chat_play(client: Client, config: Config, baselines: Mapping[Path, Baseline]
     return play
 
 
-def _described(config: Config) -> dict[str, Any]:
+def _described(config: Config, checkpoint: str) -> dict[str, Any]:
     """What was evaluated, on what."""
     asked = config.evaluation
     policy = (
         {"endpoint": asked.endpoint, "endpoint_model": asked.endpoint_model}
         if asked.endpoint
-        else {"checkpoint": config.model.checkpoint}
+        else identity(checkpoint)
     )
     return policy | {
         "split": asked.split,
@@ -146,9 +151,9 @@ def _described(config: Config) -> dict[str, Any]:
     }
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _settings(config: Config, checkpoint: str) -> dict[str, Any]:
     """What an evaluation's trials have in common. More attempts or tasks add to them."""
-    described = _described(config)
+    described = _described(config, checkpoint)
     del described["limit"]
     return described | {"agent": config.agent.model_dump()}
 

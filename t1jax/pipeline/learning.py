@@ -152,11 +152,14 @@ def load_policy(setup: Setup, path: str) -> Params:
     return params
 
 
-def save_policy(setup: Setup, params: Params, stage: str) -> Path:
-    """Writes a stage's weights as a checkpoint."""
+def save_policy(setup: Setup, params: Params, stage: str, steps: int) -> Path:
+    """Writes a stage's weights, after so many steps, as a checkpoint."""
     path = setup.folder / "weights" / stage
     dtype = setup.config.model.parameters
-    write_weights(params, setup.config.model.checkpoint, path.absolute(), dtype)
+    write_weights(
+        params, setup.config.model.checkpoint, path.absolute(), dtype,
+        trained={"stage": stage, "steps": steps},
+    )  # fmt: skip
     return path
 
 

@@ -79,7 +79,7 @@ def ppo(config: Config, *, profile: str = "") -> None:
                 return await train(setup, programs, stage, collect, publish, tasks, profile=profile)
 
     params = asyncio.run(play())
-    print(f"wrote {save_policy(setup, params, 'ppo')}")
+    print(f"wrote {save_policy(setup, params, 'ppo', section.steps)}")
 
 
 async def train(

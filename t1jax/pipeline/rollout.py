@@ -24,6 +24,7 @@ from t1jax.config import AgentSection, Config, SamplingSection, SandboxSection, 
 from t1jax.data.tasks import task_folders
 from t1jax.errors import Preempted, UserError
 from t1jax.pipeline.collect import Rollout
+from t1jax.pipeline.policy import identity, open_policy, player
 from t1jax.pipeline.trials import (
     Job,
     Play,
@@ -192,7 +193,8 @@ def rollout(config: Config) -> None:
     asked = config.rollout
     folder = Path(config.run) / "trajectories" / asked.name
     tasks = load_tasks(config, asked.split, asked.limit)
-    keep_settings(folder, _settings(config))
+    checkpoint = player(config, asked.checkpoint) if asked.policy == "model" else ""
+    keep_settings(folder, _settings(config, checkpoint))
     jobs = make_jobs(tasks, seed=config.seed, step=0, attempts=asked.attempts)
     baselines = load_baselines(config, asked.split)
 
@@ -209,7 +211,7 @@ def rollout(config: Config) -> None:
             return await play_all(jobs, play, folder, config.sandbox, watch)
 
     ended = Preempted(f"ended by a signal; {folder} keeps what is finished: run it again to go on")
-    results = run_until_done(with_policy(config, asked.policy, play_with), ended)
+    results = run_until_done(with_policy(config, checkpoint, play_with), ended)
     counts = count(jobs, results)
     shown = ", ".join(f"{int(number)} {name}" for name, number in counts.items())
     print(f"{folder}: {shown}")
@@ -218,11 +220,11 @@ def rollout(config: Config) -> None:
         raise UserError(f"no trial was graded; the first error: {errors[0] if errors else 'none'}")
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _settings(config: Config, checkpoint: str) -> dict[str, Any]:
     """What the trials of a folder have in common."""
     asked = config.rollout
     return {
-        "checkpoint": config.model.checkpoint if asked.policy == "model" else "",
+        **identity(checkpoint),
         "policy": asked.policy,
         "split": asked.split,
         "seed": config.seed,
@@ -233,16 +235,13 @@ def _settings(config: Config) -> dict[str, Any]:
 
 
 async def with_policy(
-    config: Config, kind: str, use: Callable[[PolicyOf], Awaitable[Result]]
+    config: Config, checkpoint: str, use: Callable[[PolicyOf], Awaitable[Result]]
 ) -> Result:
-    """Calls `use` with who plays: the model of the config, or each task's own solution."""
-    if kind == "solution":
+    """Calls `use` with who plays: a checkpoint; where none is named, each task's own solution."""
+    if not checkpoint:
         chat = Chat.load(config.model.checkpoint)
         return await use(lambda task: _solver(chat, task, config.agent))
-    # The engine takes seconds to import.
-    from t1jax.pipeline.policy import open_policy
-
-    async with open_policy(config) as policy:
+    async with open_policy(config, checkpoint) as policy:
         return await use(lambda task: policy)
 
 

@@ -58,7 +58,7 @@ def sft(config: Config, *, profile: str = "") -> None:
     note = "; trajectories: " + ", ".join(f"{number} {name}" for name, number in counts.items())
     with session(setup, "sft", total=total, shown=SHOWN) as stage:
         params = fine_tune(setup, entries, optimizer, step, stage, note=note, profile=profile)
-    print(f"wrote {save_policy(setup, params, 'sft')}")
+    print(f"wrote {save_policy(setup, params, 'sft', total)}")
 
 
 def fine_tune(

@@ -7,7 +7,7 @@ memory. Knows nothing of engines, files or signals.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,20 @@ def _masks(micros: Sequence[Micro]) -> list[jax.Array]:
     return [micro.batch.mask_BT for micro in micros]
 
 
+def over_minibatches(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Numbers of a step's minibatches as the step's: one that was skipped counts, counts add up,
+    the rest is averaged."""
+
+    def joined(name: str) -> float:
+        numbers = [float(row[name]) for row in rows]
+        if name == "skipped":
+            return max(numbers)
+        whole = sum(numbers)
+        return whole if name == "tokens" or name.startswith("chunks_") else whole / len(rows)
+
+    return {name: joined(name) for name in rows[0]}
+
+
 class Updater:
     """Makes PPO's steps. Its `placer` remembers shapes, and belongs to the run's state."""
 
@@ -121,7 +135,7 @@ class Updater:
                 told |= self._train_critic(learners, minibatches)
             with clock.part("actor"):
                 told |= self._train_actor(learners, minibatches, behind)
-        row |= self._flat(told) | self.prepared[0].facts
+        row |= self._flat(told) | over_minibatches([x.facts for x in self.prepared])
         return row | {f"seconds/{name}": seconds for name, seconds in clock.parts.items()}
 
     def _shaped(self, rollout: Rollout) -> Rollout:
@@ -194,11 +208,12 @@ class Updater:
     ) -> dict[str, Any]:
         if learners.critic is None:
             return {}
-        told: dict[str, Any] = {}
+        updates = []
         for micros in minibatches:
             inputs = [CriticInputs(m.batch, m.values_BT, m.returns_BT) for m in micros]  # type: ignore[arg-type]
-            learners.critic, told = self._programs.critic_step(learners.critic, inputs)
-        told = fetched(told)  # waits, so that the seconds are this phase's
+            learners.critic, metrics = self._programs.critic_step(learners.critic, inputs)
+            updates.append(metrics)
+        told = over_minibatches(fetched(updates))  # waits: the seconds are this phase's
         told["value_loss"] = told.pop("loss")
         return {n if n == "value_loss" else f"critic/{n}": x for n, x in told.items()}
 
@@ -207,11 +222,12 @@ class Updater:
     ) -> dict[str, Any]:
         # At staleness 0 and one update the ratio's denominator is the pass's own: exactly 1.
         own = behind is None and len(minibatches) == 1
-        told: dict[str, Any] = {}
+        updates = []
         for micros in minibatches:
             inputs = [self._actor_inputs(micro, own) for micro in micros]
-            learners.actor, told = self._programs.actor_step(learners.actor, inputs)
-        told = fetched(told)
+            learners.actor, metrics = self._programs.actor_step(learners.actor, inputs)
+            updates.append(metrics)
+        told = over_minibatches(fetched(updates))
         renamed = {"gradient_norm", "update_norm", "loss", "skipped"}
         return {f"actor/{n}" if n in renamed else n: x for n, x in told.items()}
 
