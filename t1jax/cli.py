@@ -41,6 +41,7 @@ class Size(enum.StrEnum):
     """Small models that init-tiny makes."""
 
     tiny = "tiny"
+    demo = "demo"
 
 
 class OnMissing(enum.StrEnum):

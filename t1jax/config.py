@@ -194,7 +194,7 @@ class RolloutSection(Section):
     # solution: says each task's own solution instead of sampling.
     policy: Literal["model", "solution"] = "model"
     split: Literal["train", "validation", "test"] = "train"
-    limit: Whole = 0  # tasks, the first ones; 0: all
+    limit: Whole = 0  # tasks, a sample drawn with `seed`; 0: all
     attempts: Count = 1  # of each task
     reward: Literal["assertions", "fraction", "fraction_bonus", "binary", "gained"] = "fraction"
     sampling: SamplingSection = SamplingSection()
@@ -207,7 +207,7 @@ class EvaluationSection(Section):
     endpoint_model: str = ""  # the model's name there
     attempts: Count = 3  # of each task
     split: Literal["train", "validation", "test"] = "validation"
-    limit: Whole = 0  # tasks; 0: all
+    limit: Whole = 0  # tasks, a sample drawn with `seed`; 0: all
     sampling: SamplingSection = SamplingSection(temperature=0.1, top_p=0.95, top_k=20)
 
 

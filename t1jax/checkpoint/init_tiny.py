@@ -46,6 +46,10 @@ WORDS = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+EMBEDDING, HEAD = "model.language_model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_SCALE = 0.5
+NOT_RUN = ("model.visual.", "mtp.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
@@ -66,6 +70,11 @@ class Size:
 SIZES = {
     "tiny": Size(
         vocab=2048, layers=8, embed=128, heads=4, head_dim=32, delta_heads=8, delta_dim=16,
+        experts=16, chosen=4, hidden=64,
+    ),
+    # Learns the shipped tasks' first level in minutes on two cores: configs/tiny.yaml.
+    "demo": Size(
+        vocab=1024, layers=4, embed=64, heads=4, head_dim=32, delta_heads=4, delta_dim=16,
         experts=16, chosen=4, hidden=64,
     ),
 }  # fmt: skip
@@ -135,22 +144,52 @@ def _tensors(document: dict[str, Any], seed: int) -> Iterator[_Named]:
     config = from_huggingface(document)
     random = np.random.default_rng(seed)
     text = {p.tensor: p.shape for parts in table(config, Naming()).values() for p in parts}
+    drawn: dict[str, np.ndarray] = {}
     for name, shape in (text | _vision_shapes(document) | _mtp_shapes(config)).items():
-        yield _Named(name, _initial(name, shape, random))
+        drawn[name] = _initial(name, shape, random, drawn)
+        yield _Named(name, drawn[name])
 
 
-def _initial(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
-    """What the model's own initializers give, drawn by numpy: jax compiles those for a minute."""
+def _initial(
+    name: str, shape: tuple[int, ...], random: np.random.Generator, drawn: dict[str, np.ndarray]
+) -> np.ndarray:
+    """A tensor to train from; `drawn` holds those before it.
+
+    The published 0.02 is a matrix's 1 / sqrt(inputs) at the published widths. At these widths it
+    would be several times too little for any layer to be heard.
+    """
     if name.endswith("A_log"):
-        return np.log(random.uniform(1e-3, 16, shape)).astype(np.float32)
+        return np.log(random.uniform(1, 16, shape)).astype(np.float32)
     if name.endswith("linear_attn.norm.weight"):
         return np.ones(shape, np.float32)
     if name.endswith("dt_bias"):
-        return np.ones(shape, "bfloat16")
-    if "norm" in name:  # all others are zero-centred
-        return np.zeros(shape, "bfloat16")
-    scale = 0.1 if "conv1d" in name else 0.02
-    return random.normal(0, scale, shape).astype(np.float32).astype("bfloat16")
+        values = _remembering_bias(shape, random)
+    elif "norm" in name:  # all others are zero-centred
+        values = np.zeros(shape)
+    elif name == HEAD:  # starts as the embedding: what attention finds can be said, so copied
+        values = drawn[EMBEDDING].astype(np.float32) / EMBEDDING_SCALE / math.sqrt(shape[-1])
+    elif name.startswith(NOT_RUN):
+        values = random.normal(0, 0.02, shape)
+    else:
+        values = random.normal(0, _scale(name, shape), shape)
+    return values.astype(np.float32).astype("bfloat16")
+
+
+def _scale(name: str, shape: tuple[int, ...]) -> float:
+    if name == EMBEDDING:
+        return EMBEDDING_SCALE
+    return 0.1 if "conv1d" in name else shape[-1] ** -0.5
+
+
+def _remembering_bias(shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+    """b with softplus(b) log-uniform in 0.001..0.1, as the delta net's authors start it.
+
+    A state then keeps between a fifth and all of itself from token to token. From the published
+    dt_bias = 1 and rates up to 16, most heads forget at once and learn to remember late or never.
+    Source: Gated DeltaNet (Yang et al., 2412.06464), after Mamba (Gu and Dao, 2312.00752).
+    """
+    step = np.exp(random.uniform(math.log(1e-3), math.log(0.1), shape))
+    return np.log(np.expm1(step))
 
 
 def _vision_shapes(document: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ is taken, so a run that was ended goes on where it was. Knows nothing of models:
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -159,10 +160,16 @@ def _read_chosen(folder: Path, version: int) -> dict[str, Any] | None:
 
 
 def load_tasks(config: Config, split: str, limit: int = 0) -> list[Task]:
-    """The tasks of a split or list of the config, the first `limit` of them; 0: all."""
+    """The tasks of a split or list of the config; with a limit a sample, which a higher one keeps.
+
+    A sample, because lists are in the order of families or of quality.
+    """
     section = require(config, "tasks")
-    folders = task_folders(section.folder, getattr(section, split))
-    return [task_format.load(folder) for folder in folders[: limit or len(folders)]]
+    folders = list(task_folders(section.folder, getattr(section, split)))
+    if limit:
+        random.Random(config.seed).shuffle(folders)
+        folders = folders[:limit]
+    return [task_format.load(folder) for folder in folders]
 
 
 def load_baselines(config: Config, split: str) -> dict[Path, Baseline]:

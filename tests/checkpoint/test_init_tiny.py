@@ -84,7 +84,7 @@ def test_a_chat_stops_at_im_end(tiny):
 
 
 def test_an_unknown_size_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"'huge' is none of \['tiny'\]"):
+    with pytest.raises(UserError, match=r"'huge' is none of \['demo', 'tiny'\]"):
         init_tiny(tmp_path / "dst", size="huge", progress=made.silent())
     assert made.left_behind(tmp_path) == []
 

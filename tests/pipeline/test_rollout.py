@@ -257,4 +257,13 @@ def test_an_audited_list_says_what_counts(config, train, tmp_path):
     baselines = load_baselines(listed, "train")
     assert baselines[train[1].root].nop_passed == {"b"} and len(baselines) == 2
     assert load_baselines(config, "train") == {}
-    assert len(load_tasks(config, "train", limit=3)) == 3
+
+
+def test_a_limit_draws_a_sample_that_a_higher_limit_keeps(config, train):
+    three, two = (load_tasks(config, "train", limit=n) for n in (3, 2))
+    assert [t.root for t in three[:2]] == [t.root for t in two] and len(three) == 3
+    draws = {
+        load_tasks(config.model_copy(update={"seed": seed}), "train", limit=1)[0].root
+        for seed in range(20)
+    }
+    assert len(draws) > 1  # not the list's first
