@@ -23,6 +23,8 @@ REQUIRED = [
     "pyyaml>=6.0.2",  # configs/*.yaml
     "pydantic>=2.10",  # task.toml: strict types, and errors that name the field
     "httpx>=0.28",  # evaluating models behind OpenAI-compatible servers, many requests at once
+    "matplotlib>=3.10",  # the figures of `t1jax report`, imported only there
+    "jinja2>=3.1",  # its pages, with everything escaped
     "docker>=7.1",  # sandboxes on a Docker Engine
     "pytest>=8.3",  # runs the verifiers of tasks, in every sandbox; and our tests
     "pytest-json-ctrf>=0.3.5",  # the reports that verifiers write
@@ -43,7 +45,6 @@ EXTRAS = {
     "test": [
         "pytest-xdist>=3.6",  # on every core
         "hypothesis>=6.120",  # properties over generated inputs
-        "jinja2>=3.1",  # the published chat templates, which ours are compared with
         "psutil>=6.1",  # memory that a test or benchmark used
         "ruff>=0.17",  # lint
         "mypy>=1.15",  # types
@@ -58,7 +59,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["t1jax", "t1jax.*", "sandbox", "sandbox.*"]),
-    package_data={"sandbox": ["*.bash", "images/*"]},
+    package_data={"t1jax": ["evaluation/templates/*"], "sandbox": ["*.bash", "images/*"]},
     install_requires=REQUIRED,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["t1jax = t1jax.cli:main"]},

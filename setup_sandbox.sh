@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Installs the Debian or Ubuntu packages that sandboxes need; does nothing where all are there.
+#   ./setup_sandbox.sh [--browser]     with it also chromium, in which tests look at the report
 #   bubblewrap, util-linux   the local back end       git, tmux   what tasks use inside it
 #   docker.io                a Docker Engine           debootstrap, procps   the base image
 set -euo pipefail
@@ -7,6 +8,7 @@ set -euo pipefail
 declare -A package_of=([bwrap]=bubblewrap [nsenter]=util-linux [setpriv]=util-linux [git]=git
     [tmux]=tmux [dockerd]=docker.io [docker]=docker.io [debootstrap]=debootstrap [jq]=jq [zip]=zip
     [unzip]=unzip [ps]=procps [killall]=psmisc)
+[ "${1:-}" != --browser ] || package_of[chromium]=chromium
 missing=()
 for tool in "${!package_of[@]}"; do
     PATH=$PATH:/usr/sbin:/sbin command -v "$tool" >/dev/null || missing+=("${package_of[$tool]}")

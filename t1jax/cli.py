@@ -263,6 +263,61 @@ def evaluate(
     evaluate(load_config(config, changes or ()), key=key)
 
 
+Run = Annotated[str, typer.Argument(help="A run's folder: the `run:` of its config.")]
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Write RUN/report: a page of figures, and summary.json."""
+    from t1jax.evaluation.report import report
+
+    report(run)
+
+
+@app.command()
+def compare(
+    run_a: Run,
+    run_b: Run,
+    out: Annotated[
+        str, typer.Option(help="Directory for the page; RUN_B/compare/NAME_OF_A if empty.")
+    ] = "",
+) -> None:
+    """Two runs: config, curves, paired tests on the same tasks."""
+    from t1jax.evaluation.compare import compare
+
+    compare(run_a, run_b, out)
+
+
+@app.command()
+def mismatch(
+    trajectories: Annotated[str, typer.Argument(help="A folder of trajectories, or a run's.")],
+    checkpoint: Annotated[str, typer.Option(help="Who sampled; as the run says if empty.")] = "",
+    after: Annotated[
+        str, typer.Option(help="Another checkpoint: tells how far an update moved.")
+    ] = "",
+    out: Annotated[str, typer.Option(help="A JSON file; RUN/mismatch.json if empty.")] = "",
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of activations; the run's, else float32.")
+    ] = None,
+    mesh: Mesh = "",
+    limit: Annotated[int, typer.Option(min=0, help="Trajectories, a sample; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(callback=not_negative, help="Of that and of intervals.")] = 0,
+    batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens in one forward pass, padding included.")
+    ] = 16384,
+    on_missing: Annotated[
+        OnMissing, typer.Option(help="Where no route was recorded.")
+    ] = OnMissing.error,
+) -> None:
+    """Measure the log-prob gap with and without replay and token-in-token-out."""
+    from t1jax.pipeline.mismatch import mismatch
+
+    mismatch(
+        trajectories, checkpoint=checkpoint, after=after, out=out, dtype=dtype or "", mesh=mesh,
+        limit=limit, seed=seed, batch_tokens=batch_tokens, on_missing=str(on_missing),
+    )  # fmt: skip
+
+
 @app.command()
 def demo(
     out: Annotated[str, typer.Argument(help="Directory for what the demo makes.")],

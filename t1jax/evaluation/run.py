@@ -5,8 +5,6 @@ tasks) and summary.json, both written when every trial has ended. Finished trial
 that infrastructure broke are played again by the same command.
 """
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from t1jax.agent.endpoint import Client, Server, run_chat_episode
 from t1jax.agent.episode import Episode
 from t1jax.config import Config
 from t1jax.errors import Preempted, UserError
+from t1jax.evaluation.results import RESULTS, SUMMARY, write_results
 from t1jax.evaluation.summary import lines, summarize, table
 from t1jax.pipeline.policy import identity, player
 from t1jax.pipeline.rollout import (
@@ -41,7 +40,6 @@ from t1jax.pipeline.trials import (
 )
 from t1jax.pipeline.watch import Watch
 
-RESULTS, SUMMARY = "results.jsonl", "summary.json"
 REWARD = "fraction"  # in the trajectories' endings; pass@1 is of all assertions
 
 
@@ -66,7 +64,7 @@ def evaluate(config: Config, *, key: str = "") -> dict[str, Any]:
     results = run_until_done(_play(config, checkpoint, key, jobs, folder), ended)
     numbers = summarize(results, attempts=asked.attempts, seed=config.seed)
     summary = _described(config, checkpoint) | numbers
-    _write_results(folder / RESULTS, results)
+    write_results(folder / RESULTS, results)
     write_json(folder / SUMMARY, summary)
     Console().print(table(folder.name, summary))
     print("\n".join([*lines(summary), f"wrote {folder / SUMMARY}"]))
@@ -156,31 +154,3 @@ def _settings(config: Config, checkpoint: str) -> dict[str, Any]:
     described = _described(config, checkpoint)
     del described["limit"]
     return described | {"agent": config.agent.model_dump()}
-
-
-def _write_results(file: Path, results: Sequence[Played]) -> None:
-    aside = file.with_name(file.name + ".incomplete")
-    aside.write_text("".join(json.dumps(played.to_json()) + "\n" for played in results))
-    os.replace(aside, file)
-
-
-def read_results(folder: Path) -> list[Played]:
-    """The lines of a finished evaluation.
-
-    Raises:
-      UserError: it is not finished, or a line is no result.
-    """
-    file = folder / RESULTS
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"cannot read {file}: {error.strerror}; expected a finished evaluation"
-        ) from None
-    found = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            found.append(Played.from_json(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{file}:{number} is no trial's result: {error}") from None
-    return found

@@ -225,15 +225,15 @@ def _print_sampled(
     repeated = int((~chunk.mask[turn.sampled : turn.end]).sum())
     note = f", {repeated:,} of them trained in an earlier chunk" if repeated else ""
     _head(console, f"turn {number} sampled", turn.sampled, turn.end, note)
-    spans = list(_spans(chunk, turn, chat))
-    console.print(Text.assemble(*((s.text, s.style) for s in spans)), soft_wrap=True)
-    lowest = sorted((s for s in spans if s.sampled), key=lambda s: s.logprob)[:WORST]
+    told = list(spans(chunk, turn, chat))
+    console.print(Text.assemble(*((s.text, s.style) for s in told)), soft_wrap=True)
+    lowest = sorted((s for s in told if s.sampled), key=lambda s: s.logprob)[:WORST]
     named = ", ".join(f"{s.text!r} {s.logprob:.2f} at {s.at:,}" for s in lowest)
     console.print(Text(f"   least expected: {named}", style=GIVEN), soft_wrap=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Span:
+class Span:
     """Tokens that print together: one, or those of a character that was cut."""
 
     text: str
@@ -246,13 +246,14 @@ class _Span:
         return _style(self.logprob) if self.sampled else GIVEN
 
 
-def _spans(chunk: Chunk, turn: Turn, chat: Chat | None) -> Iterator[_Span]:
+def spans(chunk: Chunk, turn: Turn, chat: Chat | None) -> Iterator[Span]:
+    """What a turn's completion is printed as; ids where there is no chat."""
     at = turn.sampled
     while at < turn.end:
         count = _printable(chunk.ids[at : turn.end], chat) if chat else 1
         part = slice(at, at + count)
         text = visible(chat.decode(chunk.ids[part])) if chat else f" {chunk.ids[at]}"
-        yield _Span(text, at, float(chunk.logprobs[part].min()), bool(chunk.mask[part].any()))
+        yield Span(text, at, float(chunk.logprobs[part].min()), bool(chunk.mask[part].any()))
         at += count
 
 

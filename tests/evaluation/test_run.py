@@ -13,7 +13,8 @@ from t1jax.agent.episode import Usage
 from t1jax.agent.scripted import solution
 from t1jax.config import parse_config
 from t1jax.errors import UserError
-from t1jax.evaluation.run import evaluate, evaluation_folder, read_results
+from t1jax.evaluation.results import read_results
+from t1jax.evaluation.run import evaluate, evaluation_folder
 from t1jax.evaluation.summary import headline_of, summarize
 from t1jax.pipeline.trials import Played
 
