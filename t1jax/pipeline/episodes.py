@@ -11,7 +11,9 @@ import numpy as np
 
 from t1jax.errors import UserError
 from t1jax.pipeline.collect import Rollout
+from t1jax.trajectory.chat import Chat
 from t1jax.trajectory.record import Chunk, Trajectory
+from t1jax.trajectory.retokenise import retokenise
 
 Z95 = 1.96
 
@@ -45,7 +47,7 @@ def check(rollout: Rollout, *, version: int, replay: bool, on_missing: str) -> N
         )
     for name, trajectory in named(rollout):
         for chunk in trajectory.chunks:
-            _check_sampled(name, chunk, version)
+            check_sampled(name, chunk, version)
             if replay and on_missing == "error" and chunk.missing_rows:
                 raise UserError(
                     f"trajectory {name} lacks the routes of {chunk.missing_rows} of "
@@ -54,7 +56,8 @@ def check(rollout: Rollout, *, version: int, replay: bool, on_missing: str) -> N
                 )
 
 
-def _check_sampled(name: str, chunk: Chunk, version: int) -> None:
+def check_sampled(name: str, chunk: Chunk, version: int) -> None:
+    """Refuses a chunk whose log-probs the trainer cannot compute again under one set of weights."""
     others = set(np.unique(chunk.versions[chunk.mask]).tolist()) - {version}
     if others:
         raise UserError(
@@ -103,6 +106,26 @@ def with_rewards(rollout: Rollout, rewards: Sequence[float]) -> Rollout:
         for t, reward in zip(rollout.trajectories, rewards, strict=True)
     )
     return dataclasses.replace(rollout, trajectories=changed)
+
+
+def encoded_again(rollout: Rollout, chat: Chat) -> tuple[Rollout, dict[str, float]]:
+    """The trajectories with their text encoded again, and the share of sampled tokens that changed.
+
+    The ablation of token-in-token-out: what was sampled is trained on under other ids.
+    """
+    changed = lost = sampled = 0
+
+    def again(trajectory: Trajectory) -> Trajectory:
+        nonlocal changed, lost, sampled
+        chunks = [retokenise(chunk, chat) for chunk in trajectory.chunks]
+        changed += sum(new.changed for new in chunks)
+        lost += sum(new.lost for new in chunks)
+        sampled += sum(chunk.sampled_tokens for chunk in trajectory.chunks)
+        return dataclasses.replace(trajectory, chunks=tuple(new.chunk for new in chunks))
+
+    new = dataclasses.replace(rollout, trajectories=tuple(map(again, rollout.trajectories)))
+    shares = {"changed": changed, "lost": lost}
+    return new, {f"retokenised/{name}": n / max(sampled, 1) for name, n in shares.items()}
 
 
 def against_group(rollout: Rollout) -> Rollout:

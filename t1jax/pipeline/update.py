@@ -17,7 +17,14 @@ from t1jax.data.pipeline import Prepared
 from t1jax.model.qwen3_5 import Params
 from t1jax.pipeline import measure
 from t1jax.pipeline.collect import Rollout
-from t1jax.pipeline.episodes import against_group, check, measured, normalised, split
+from t1jax.pipeline.episodes import (
+    against_group,
+    check,
+    encoded_again,
+    measured,
+    normalised,
+    split,
+)
 from t1jax.pipeline.feed import make_feed, read_ahead
 from t1jax.pipeline.learning import Setup, make_optimizer
 from t1jax.pipeline.place import Placer, fetched
@@ -25,6 +32,7 @@ from t1jax.pipeline.profile import Clock
 from t1jax.rl import steps
 from t1jax.rl.inputs import ActorInputs, Batch, CriticInputs, Routes
 from t1jax.rl.optimizer import Optimizer
+from t1jax.trajectory.chat import Chat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +114,9 @@ class Updater:
         self.placer = Placer(setup.run, section.batch.rows)
         self._feed = make_feed(setup, section.batch, routed=section.replay)
         self.prepared: list[Prepared] = []  # of the last step, for a dump
+        self._chat: Chat | None = None
+        if section.tokens == "retokenised":
+            self._chat = Chat.load(setup.config.model.checkpoint)
 
     def __call__(
         self, learners: Learners, rollout: Rollout, behind: Params | None, version: int, step: int
@@ -122,6 +133,9 @@ class Updater:
         section, clock = self._section, Clock()
         check(rollout, version=version, replay=section.replay, on_missing=section.on_missing)
         row = measured(rollout)
+        if self._chat is not None:
+            rollout, shares = encoded_again(rollout, self._chat)
+            row |= shares
         with clock.part("pack"):
             parts = split(self._shaped(rollout), section.minibatches, self._setup.config.seed, step)
             self.prepared = [self._feed.of(part)[1] for part in parts]

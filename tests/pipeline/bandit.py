@@ -27,11 +27,11 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 VOCAB, PROMPTS, SAMPLED, EPISODES = 16, 4, 2, 64
 
 
-def checkpoint(path: Path) -> str:
+def checkpoint(path: Path, vocab: int = VOCAB) -> str:
     """A random checkpoint of a small model, as `t1jax convert` would make it."""
     document = json.loads((FIXTURES / "ref-a" / "config.json").read_text())
     document["text_config"] |= {
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "full_attention_interval": 2,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     }
