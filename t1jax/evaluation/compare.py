@@ -125,9 +125,9 @@ def _check_same_tasks(a: Evaluation, b: Evaluation) -> None:
             f"in the first, {len(only_b)} only in the second, such as {(only_a + only_b)[0]}. A "
             "paired test needs the same tasks: evaluate one of them again on the other's"
         )
-    for task, facts in of_a.items():
-        for name in facts:
-            told = facts[name], of_b[task][name]
+    for task in sorted(of_a):
+        for name in of_a[task]:
+            told = of_a[task][name], of_b[task][name]
             if None not in told and told[0] != told[1]:
                 raise UserError(
                     f"task {task} has {name} {told[0]} in {a.folder} and {told[1]} in {b.folder}: "

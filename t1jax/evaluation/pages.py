@@ -5,13 +5,14 @@ Knows nothing of runs.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from t1jax.evaluation.drawing import Drawn
 from t1jax.evaluation.figures.shared import duration, label, percent
@@ -34,10 +35,16 @@ def render(template: str, **values: Any) -> str:
         "points": lambda share: f"{100 * share:+.1f}",
         "duration": duration,
         "label": label,
+        "code": _code,
     }
     environment.filters |= filters
     environment.globals |= {"style": Markup((TEMPLATES / "style.css").read_text()), "svg": _svg}
     return environment.get_template(template).render(**values)
+
+
+def _code(text: str) -> Markup:
+    """Text whose `quoted` parts are commands or keys."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _svg(figure: Drawn) -> Markup:

@@ -25,6 +25,8 @@ Rows = Sequence[Mapping[str, Any]]
 EVALUATED = ("base", "sft", "ppo")  # the evaluations that a whole run makes
 CELLS = ("tito_replay", "tito_live", "retokenised_replay", "retokenised_live")
 
+PARTS = ("engine", "routing", "tokens", "movement")  # of the gap, and an update's for scale
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -55,7 +57,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """One cell of the ablation: mean |log-prob of trainer - of sampler|, over sampled tokens."""
+    """A cell of the ablation or a part of the gap: mean |log-prob of trainer - of sampler|."""
 
     abs_diff: float
     ci95: tuple[float, float]
@@ -70,7 +72,8 @@ class RunFolder:
     config: Json  # as resolved; empty where no training stage has begun
     rows: Mapping[str, Rows]  # of metrics.jsonl, by stage
     evaluations: Mapping[str, Evaluation]
-    mismatch: Mapping[str, Mismatch]
+    mismatch: Mapping[str, Mismatch]  # the cells
+    parts: Mapping[str, Mismatch]  # what the gap is made of, where it was told
     seconds: Mapping[str, float]  # of finished stages, from stages.jsonl
 
     @property
@@ -96,12 +99,14 @@ def read_run(run: str | Path) -> RunFolder:
       UserError: it is no run's folder, or a file in it cannot be read.
     """
     path = Path(run)
+    cells = _mismatch(path / "mismatch.json")
     found = RunFolder(
         path=path,
         config=_config(path / "config.yaml"),
         rows=_rows(path),
         evaluations=_evaluations(path / "evaluation"),
-        mismatch=_mismatch(path / "mismatch.json"),
+        mismatch={name: cells[name] for name in CELLS if name in cells},
+        parts={name: cells[name] for name in PARTS if name in cells},
         seconds=_seconds(path / "stages.jsonl"),
     )
     if not (found.config or found.rows or found.evaluations):
@@ -152,17 +157,23 @@ def _evaluation(folder: Path) -> Evaluation:
 
 
 def _mismatch(file: Path) -> dict[str, Mismatch]:
+    """Cells, parts and the movement, whichever the file has."""
     if not file.is_file():
         return {}
-    cells = _read_json(file)
+    tree = _read_json(file)
 
-    def cell(name: str) -> Mismatch:
-        low, high = cells[name]["ci95"]
-        facts = {key: cells[name][key] for key in cells[name] if key not in ("abs_diff", "ci95")}
-        mean = float(cells[name]["abs_diff"])
-        return Mismatch(abs_diff=mean, ci95=(float(low), float(high)), facts=facts)
+    def read() -> dict[str, Mismatch]:
+        told = tree | tree.get("parts", {})
+        return {name: _cell(told[name]) for name in (*CELLS, *PARTS) if name in told}
 
-    return _checked(file, lambda: {name: cell(name) for name in CELLS if name in cells})
+    return _checked(file, read)
+
+
+def _cell(fields: Json) -> Mismatch:
+    low, high = fields["ci95"]
+    facts = {key: value for key, value in fields.items() if key not in ("abs_diff", "ci95")}
+    mean = float(fields["abs_diff"])
+    return Mismatch(abs_diff=mean, ci95=(float(low), float(high)), facts=facts)
 
 
 def _seconds(file: Path) -> dict[str, float]:

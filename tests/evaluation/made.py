@@ -90,10 +90,11 @@ def write_mismatch(folder: Path):
     gaps = {"tito_replay": 2.7e-7, "tito_live": 8.1e-4, "retokenised_replay": 2.2e-3,
             "retokenised_live": 2.9e-3}  # fmt: skip
     cells = {
-        name: {"abs_diff": gap, "ci95": [gap * 0.8, gap * 1.25], "trajectories": 64}
+        name: {"abs_diff": gap, "ci95": [gap * 0.8, gap * 1.25], "trajectories": 64, "tokens": 8192}
         for name, gap in gaps.items()
     }
-    write_json(folder / "mismatch.json", cells)
+    parts = {"engine": cells["tito_replay"], "routing": cells["tito_live"]}
+    write_json(folder / "mismatch.json", cells | {"parts": parts, "movement": cells["tito_live"]})
 
 
 def write_evaluation(folder: Path, name: str, chat, tasks: int, attempts: int, seed: int):

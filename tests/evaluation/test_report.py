@@ -1,5 +1,7 @@
 """`t1jax report` of a whole run, of parts of one, of hostile output; in a real browser."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -10,12 +12,15 @@ import pytest
 from t1jax.checkpoint.init_tiny import SIZES, train_tokenizer
 from t1jax.errors import UserError
 from t1jax.evaluation import excerpts
+from t1jax.evaluation.compare import compare
 from t1jax.evaluation.report import report
 from t1jax.evaluation.run_folder import read_run
 from t1jax.trajectory.chat import Chat
+from t1jax.trajectory.io import load_trajectory, save_trajectory
+from t1jax.trajectory.recorder import Recorder
 
 from .browser import Browser
-from .made import HOSTILE, LONG, make_run, write_config
+from .made import HOSTILE, LONG, SHAPE, make_run, say, write_config, write_evaluation
 
 FIGURES = (
     "pass_at_1", "composition", "reward", "outcomes", "explained_variance", "sft_loss", "gap",
@@ -24,9 +29,13 @@ FIGURES = (
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def chat():
+    return Chat(train_tokenizer(SIZES["tiny"].vocab))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, chat):
     """A made run with its report."""
-    chat = Chat(train_tokenizer(SIZES["tiny"].vocab))
     folder = make_run(tmp_path_factory.mktemp("report") / "run", chat)
     report(folder)
     return folder
@@ -106,9 +115,9 @@ def test_a_run_that_only_began_says_what_is_missing(tmp_path, run):
     assert told["critic"] == {"explained_variance": None}
     assert set(told["mismatch"].values()) == {None}
     for missing in (
-        "the evaluation of PPO", "there is no mismatch.json; `t1jax mismatch` makes it",
-        "there is no stages.jsonl; `t1jax run` writes it",
-        "metrics.jsonl has no reward/mean of ppo yet; `t1jax ppo` makes it",
+        "the evaluation of PPO", "there is no mismatch.json; <code>t1jax mismatch</code> makes it",
+        "there is no stages.jsonl; <code>t1jax run</code> writes it",
+        "metrics.jsonl has no reward/mean of ppo yet; <code>t1jax ppo</code> makes it",
     ):  # fmt: skip
         assert missing in page
     assert '<figure id="sft_loss">' in page
@@ -182,6 +191,77 @@ def test_one_of_each_kind_with_its_masks_and_logprobs(run):
     ]
 
 
+# ---- two runs ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory, chat, run):
+    """The same run with another seed's PPO and another clip; compared: its folder, what was said."""
+    folder = tmp_path_factory.mktemp("compare") / "other"
+    shutil.copytree(run, folder)
+    write_config(folder, clip=0.1)
+    shutil.rmtree(folder / "evaluation" / "ppo")
+    write_evaluation(folder / "evaluation" / "ppo", "ppo", chat, 200, 3, seed=1)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        compare(run, folder)
+    return folder, shown.getvalue()
+
+
+def test_two_runs_are_tested_on_the_same_tasks(run, other):
+    folder, told = other
+    assert re.search(r"ppo.clip +│ 0.2 +│ 0.1", told) and "model.checkpoint" in told
+    assert re.search(r"SFT +│ +200 │.*│ +\+0\.0 │.*│ +0 │ +0 │ +1 │", told)
+    means = [
+        json.loads((each / "evaluation" / "ppo" / "summary.json").read_text())["pass_at_1"]
+        for each in (run, folder)
+    ]
+    points = f"{100 * (means[1] - means[0]):+.1f}"
+    assert re.search(
+        rf"PPO +│ +200 │ +70.3% │ +{100 * means[1]:.1f}% │ +{re.escape(points)} │", told
+    )
+    page = (folder / "compare" / "run" / "index.html").read_text()
+    assert f"<strong>{points}</strong>" in page and '<td class="wrap">0.1</td>' in page
+    assert page.count("<figure") == 7 and (folder / "compare/run/ppo_reward_mean.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda played: played["task"] == LONG, r"200 tasks and .* 199; 1 are only in the first.*"
+         f"such as {LONG}"),
+        (lambda played: played.update(category="x"), "has category archives in .* and x in"),
+        (lambda played: played.update(total=9), "has assertions 3 in .* and 9 in"),
+    ],
+)  # fmt: skip
+def test_other_tasks_are_refused(tmp_path, run, change, message):
+    shutil.copytree(run / "evaluation", tmp_path / "evaluation")
+    file = tmp_path / "evaluation" / "ppo" / "results.jsonl"
+    results = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = [played for played in results if not change(played)]
+    file.write_text("".join(json.dumps(played) + "\n" for played in kept))
+    with pytest.raises(UserError, match=message):
+        compare(run, tmp_path)
+    assert not (tmp_path / "compare").exists()
+
+
+def test_the_same_name_with_another_prompt_is_refused(tmp_path, run, chat):
+    other = tmp_path / "other"
+    for kept in ("evaluation", "config.yaml", "tokenizer.json"):
+        copy = shutil.copytree if (run / kept).is_dir() else shutil.copy
+        other.mkdir(exist_ok=True)
+        copy(run / kept, other / kept)
+    where = next((other / "evaluation" / "ppo").glob("*/trajectory"))
+    recorder = Recorder(SHAPE)
+    recorder.append_context(chat.opening([{"role": "user", "content": "Something else."}]))
+    say(recorder, chat, "Yes", np.random.default_rng(0))
+    ending = load_trajectory(where).ending
+    shutil.rmtree(where)
+    save_trajectory(recorder.finish(ending), where)
+    with pytest.raises(UserError, match=r"reads otherwise in .*the same name, another task"):
+        compare(run, other)
+
+
 # ---- in a browser --------------------------------------------------------------------------------
 
 # Text whose contrast with what lies behind it is below WCAG's 4.5 (3 for large text): the first
@@ -238,6 +318,16 @@ def test_the_page_is_readable_fits_and_asks_for_nothing(run, browser, width, sch
     assert low == [] and seen > 300
     dark = browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 24)"
     assert dark == (scheme == "dark")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_comparison_is_readable_and_fits_a_phone(other, browser, scheme):
+    browser.open(other[0] / "compare" / "run" / "index.html", width=390, scheme=scheme)
+    assert browser.complaints == [] and {u[:5] for u in browser.requests} <= {"file:", "data:"}
+    assert browser.value("document.documentElement.scrollWidth") == 390
+    seen, low = browser.value(CONTRAST)
+    assert low == [] and seen > 100
 
 
 @pytest.mark.browser

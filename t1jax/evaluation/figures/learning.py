@@ -17,6 +17,7 @@ from t1jax.evaluation.drawing import (
     drawn,
 )
 from t1jax.evaluation.figures.shared import (
+    LONG,
     Absent,
     dots,
     legend_above,
@@ -40,7 +41,9 @@ def reward(run: RunFolder) -> Drawn:
         axes.plot(steps, mean, color=BLUE, label="mean reward", **dots(steps))
         if len(low) == len(steps) == len(high):
             band(axes, steps, low, high, BLUE)
-        axes.plot(success_steps, success, color=ORANGE, linestyle="--", label="solved")
+        axes.plot(
+            success_steps, success, color=ORANGE, linestyle="--", label="solved", **dots(steps)
+        )
         step_axis(axes, "PPO step")
         axes.set_ylim(min(0.0, *low, *mean), max(1.0, *mean))
         legend_above(axes)
@@ -78,7 +81,7 @@ def outcomes(run: RunFolder) -> Drawn:
         for name, share in zip(names, shares, strict=True):
             shown, colour = outcome_of(name)
             axes.stairs(below + share, edges, baseline=below, fill=True, color=colour, label=shown,
-                        edgecolor=PAPER, linewidth=0.6)  # fmt: skip
+                        edgecolor=PAPER, linewidth=0.6 if len(steps) <= LONG else 0)  # fmt: skip
             below += share
         share_axis(axes, "y", "", (0, 1))
         step_axis(axes, "PPO step")
@@ -134,7 +137,7 @@ def critic(run: RunFolder) -> Drawn:
         for (stage, steps, share), colour in zip(parts, (GREEN, BLUE), strict=False):
             name = "warm-up" if stage == "critic" else "PPO"
             places = [begin + step for step in steps]
-            axes.plot(places, share, color=colour, label=name, **dots(steps))
+            axes.plot(places, np.maximum(share, -1), color=colour, label=name, **dots(steps))
             begin += max(row["step"] for row in run.rows[stage]) + 1
         axes.axhline(0, color=MUTED, linewidth=0.8)
         axes.set_ylim(max(min(-0.05, *(v for _, _, share in parts for v in share)), -1.0), 1)
@@ -147,7 +150,7 @@ def critic(run: RunFolder) -> Drawn:
             title="Explained variance of the critic",
             caption="Share of the variance of a batch's returns that values from before the update "
             f"explain, {len(every)} updates. 1: all of it; 0: no better than the mean. Below −1 is "
-            "cut off.",
+            "drawn at −1.",
             healthy="above 0 after warm-up, 0.5 or more later; below 0 means that advantages are "
             "noisier with the critic than without.",
             alt=f"From {every[0]:.3f} to {every[-1]:.3f}; the highest is {max(every):.3f}.",

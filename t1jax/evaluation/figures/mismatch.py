@@ -21,13 +21,14 @@ def gap(run: RunFolder) -> Drawn:
     steps, mean = needed(run, "ppo", "mismatch/train_rollout_logprob_abs_diff")
     _, share = run.series("ppo", "mismatch/ESS")
     with canvas(2.9) as (figure, (axes,)):
+        curves = {metric: run.series("ppo", metric) for metric in PARTS}
+        log = any(value > 0 for _, values in curves.values() for value in values)
         for metric, (name, colour, dash) in PARTS.items():
-            at, values = run.series("ppo", metric)
-            positive = [(x, y) for x, y in zip(at, values, strict=True) if y > 0]
-            if positive:
-                axes.plot(*zip(*positive, strict=True), color=colour, linestyle=dash, label=name,
-                          **dots(positive))  # fmt: skip
-        axes.set_yscale("log")
+            points = [p for p in zip(*curves[metric], strict=True) if p[1] > 0 or not log]
+            if points:
+                axes.plot(*zip(*points, strict=True), color=colour, linestyle=dash, label=name,
+                          **dots(points))  # fmt: skip
+        axes.set_yscale("log" if log else "linear")
         axes.set_ylabel("nats")
         step_axis(axes, "PPO step")
         legend_above(axes, columns=2)
@@ -38,7 +39,7 @@ def gap(run: RunFolder) -> Drawn:
             title="Log-prob gap between trainer and sampler",
             caption="d: log-prob of a sampled token in the trainer, under the rollout's weights, "
             f"less the sampler's. k3 is the mean of eᵈ − 1 − d. Dotted, for scale: the movement "
-            f"of one update. Numbers of 0 or less are not drawn.{ess}",
+            f"of one update. A logarithmic axis has no numbers of 0 or less.{ess}",
             healthy="flat; with float32, replay and token-in-token-out near 1e-6, with bfloat16 "
             "near 1e-2; well below what an update moves.",
             alt=f"Mean absolute difference from {mean[0]:.3g} at step {steps[0]} to {mean[-1]:.3g} "
@@ -79,6 +80,10 @@ def ablation(run: RunFolder) -> Drawn:
 
 
 def _extent_of_mismatch(run: RunFolder) -> str:
-    facts = next(iter(run.mismatch.values())).facts
-    known = [f"{facts[name]:,} {name}" for name in ("trajectories", "tokens") if name in facts]
-    return f" {', '.join(known)}." if known else ""
+    first, *_ = run.mismatch.values()
+    known = [f"{first.facts[n]:,} {n}" for n in ("trajectories", "tokens") if n in first.facts]
+    told = f" {', '.join(known)}." if known else ""
+    again = run.mismatch.get("retokenised_replay")
+    if again is not None and "changed" in again.facts:
+        told += f" Re-tokenising changed {again.facts['changed']:,} ids."
+    return told

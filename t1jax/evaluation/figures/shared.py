@@ -17,7 +17,7 @@ OUTCOMES = {
     "agent_timeout": ("out of time", INK), "verifier_timeout": ("verifier out of time", MUTED),
     "infra_error": ("infrastructure", GREY),
 }  # fmt: skip
-SHORT = 12  # points of a curve that are marked one by one
+SHORT, LONG = 12, 120  # points of a curve, up to which they are marked; from which lines are thin
 
 
 class Absent(Exception):  # noqa: N818 - it is no error: the run has not come that far
@@ -74,7 +74,9 @@ def listed(counts: Mapping[str, float]) -> str:
 
 
 def dots(points: Sequence[Any]) -> dict[str, Any]:
-    """A marker on each point of a curve that is short."""
+    """A marker on each point of a curve that is short; a thin line where it is long."""
+    if len(points) > LONG:
+        return {"linewidth": 1.0}
     return {"marker": "o"} if len(points) <= SHORT else {}
 
 
