@@ -70,13 +70,15 @@ def drawn(
     figure: Figure, *, name: str, title: str, caption: str, healthy: str, alt: str
 ) -> Drawn:  # fmt: skip
     """Turns a figure into what a page and a folder hold. Call it inside `canvas`."""
+    svg = _svg(figure, name, alt)
+    figure.set_layout_engine("none")  # it is laid out; again would take as long as drawing
     return Drawn(
         name=name,
         title=title,
         caption=caption,
         healthy=healthy,
         alt=alt,
-        svg=_svg(figure, name, alt),
+        svg=svg,
         png=_png(figure),
     )
 

@@ -111,7 +111,7 @@ def write_evaluation(folder: Path, name: str, chat, tasks: int, attempts: int, s
             kind = "none" if played.fraction is None else f"{played.fraction:.0f}{played.solved}"
             kept[kind] = kept.get(kind, 0) + 1
             if kept[kind] <= 2 and played.graded:
-                write_trial(folder, played, chat)
+                write_trial(folder, played, chat, name == "ppo" and played.task == LONG)
     folder.mkdir(parents=True, exist_ok=True)
     write_results(folder / RESULTS, results)
     numbers = summarize(results, attempts=attempts, seed=0)
@@ -133,7 +133,7 @@ def trial(task: int, attempt: int, solved: bool, random) -> Played:
     )  # fmt: skip
 
 
-def write_trial(folder: Path, played: Played, chat):
+def write_trial(folder: Path, played: Played, chat, long: bool):
     where = folder / f"{played.task.split('/')[1]}__{played.attempt}"
     where.mkdir(parents=True)
     write_json(where / PLAYED, played.to_json())
@@ -147,7 +147,7 @@ def write_trial(folder: Path, played: Played, chat):
         "I count the lines first.\n<tool_call>wc -l /app/log.txt</tool_call>",
         random,
     )
-    output = HOSTILE + "a line of one megabyte, " * 42_000 if played.task == LONG else HOSTILE
+    output = HOSTILE + "a line of one megabyte, " * 42_000 if long else HOSTILE
     last = int(recorder.stream[-1])
     recorder.append_context(chat.following([{"role": "tool", "content": output}], last=last))
     say(recorder, chat, "Café ✓ 🙂 <script>alert('x')</script> echo 412 > /app/answer.txt", random)

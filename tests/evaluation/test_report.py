@@ -196,7 +196,7 @@ def test_one_of_each_kind_with_its_masks_and_logprobs(run):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory, chat, run):
-    """The same run with another seed's PPO and another clip; compared: its folder, what was said."""
+    """The same run with another PPO and clip; compared with it: its folder, what was said."""
     folder = tmp_path_factory.mktemp("compare") / "other"
     shutil.copytree(run, folder)
     write_config(folder, clip=0.1)
