@@ -73,6 +73,7 @@ def report(run: str | Path) -> Path:
         lacking=[name for name in EVALUATED if name not in found.evaluations],
         sections=sections,
         splits=splits(found),
+        reads=reads(found),
         facts=facts(found),
         groups=groups(found),
         levels=LEVEL_NAMES,
@@ -196,6 +197,34 @@ def splits(run: RunFolder) -> str:
     if len(set(shown.values())) == 1:
         return f"{next(iter(shown.values()))} split"
     return ", ".join(f"{split} split ({label(name)})" for name, split in shown.items())
+
+
+def reads(run: RunFolder) -> list[str]:
+    """How often each split was read: a choice that is made on the test split is no result.
+
+    Weights are told apart by their manifest; the same ones evaluated twice are two reads.
+    """
+    by_split: dict[str, list[Evaluation]] = {}
+    for evaluation in run.evaluations.values():
+        by_split.setdefault(evaluation.split, []).append(evaluation)
+    told = []
+    for split, found in sorted(by_split.items()):
+        names = ", ".join(label(plain(e.name)) for e in found)
+        weights = {_weights(e) for e in found}
+        told.append(
+            f"The {split} split was read by {len(found)} evaluation{'s' * (len(found) > 1)} of "
+            f"this run ({names}), of {len(weights)} weights"
+            + (": once each." if len(weights) == len(found) else ": some more than once.")
+        )
+    return told
+
+
+def _weights(evaluation: Evaluation) -> str:
+    """What tells the evaluated weights from others."""
+    told = evaluation.summary
+    return str(
+        told.get("manifest_sha256") or told.get("checkpoint") or told.get("endpoint_model", "")
+    )
 
 
 def groups(run: RunFolder) -> list[Group]:

@@ -115,7 +115,8 @@ def write_evaluation(folder: Path, name: str, chat, tasks: int, attempts: int, s
     folder.mkdir(parents=True, exist_ok=True)
     write_results(folder / RESULTS, results)
     numbers = summarize(results, attempts=attempts, seed=0)
-    write_json(folder / SUMMARY, {"split": "test"} | numbers)
+    facts = {"split": "test", "checkpoint": name, "manifest_sha256": name}
+    write_json(folder / SUMMARY, facts | numbers)
 
 
 def trial(task: int, attempt: int, solved: bool, random) -> Played:

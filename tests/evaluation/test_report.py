@@ -97,6 +97,16 @@ def test_every_figure_is_in_the_page_and_beside_it(run):
     ]
 
 
+def test_the_page_says_how_often_the_test_split_was_read(tmp_path, run):
+    assert "was read by 3 evaluations of this run (base, SFT, PPO), of 3 weights: once" in page_of(
+        run
+    )
+    shutil.copytree(run / "evaluation", tmp_path / "evaluation")
+    shutil.copytree(run / "evaluation" / "ppo", tmp_path / "evaluation" / "again")
+    report(tmp_path)
+    assert "(base, SFT, PPO, again), of 3 weights: some more than once." in page_of(tmp_path)
+
+
 # ---- parts that are not there --------------------------------------------------------------------
 
 
