@@ -87,7 +87,7 @@ def outcomes(run: RunFolder) -> Drawn:
         step_axis(axes, "PPO step")
         axes.grid(visible=False)
         axes.set_xlim(edges[0], edges[-1])
-        legend_above(axes)
+        legend_above(axes, least=1)
         return drawn(
             figure,
             name="outcomes",
@@ -111,7 +111,7 @@ def sft_loss(run: RunFolder) -> Drawn:
         axes.plot(steps, loss, color=PURPLE, **dots(steps))
         step_axis(axes, "SFT step")
         axes.set_ylabel("nats a token")
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, 1.05 * max(loss))
         return drawn(
             figure,
             name="sft_loss",

@@ -38,7 +38,8 @@ def pass_at_1(run: RunFolder) -> Drawn:
             name="pass_at_1",
             title="Solved at the first attempt",
             caption=f"Share of attempts that pass every assertion, over {extent(told)}. Bars: 95% "
-            "intervals, a bootstrap over tasks with their attempts nested.",
+            "intervals, a bootstrap over tasks with their attempts nested; exact bounds "
+            "where all tasks agree.",
             healthy="base near 0, then rising; intervals of neighbours apart.",
             alt="; ".join(
                 f"{label(e.name)} {percent(e.summary['pass_at_1'])}{between(e.summary['ci95'])}"
@@ -91,7 +92,7 @@ def composition(run: RunFolder) -> Drawn:
             left += share
         share_axis(axes, "x", "share of trials", (0, 1))
         axes.grid(visible=False)
-        legend_above(axes, columns=3)
+        legend_above(axes, columns=3, least=1)
         trials = "; ".join(f"{label(e.name)} {e.summary['trials']} trials" for e in shown)
         return drawn(
             figure,

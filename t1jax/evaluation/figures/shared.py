@@ -93,10 +93,10 @@ def share_axis(axes: Axes, which: str, name: str, limits: tuple[float, float]) -
     axis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
-def legend_above(axes: Axes, columns: int = 4) -> None:
-    """Names of what is drawn, where nothing is hidden by them; of a single thing, none."""
+def legend_above(axes: Axes, columns: int = 4, *, least: int = 2) -> None:
+    """Names of what is drawn, where nothing is hidden by them; none of fewer than `least`."""
     handles, names = axes.get_legend_handles_labels()
-    if len(names) < 2:
+    if len(names) < least:
         return
     columns = min(len(names), columns)
     order = [n for column in range(columns) for n in range(column, len(names), columns)]  # by row
