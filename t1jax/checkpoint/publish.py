@@ -6,13 +6,15 @@ Knows nothing of optimizers, nor of when weights are published.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 
 from t1jax.checkpoint.convert import (
     CARRIED_FILE,
@@ -25,7 +27,7 @@ from t1jax.checkpoint.convert import (
 from t1jax.checkpoint.huggingface import is_carried, open_source
 from t1jax.checkpoint.restore import is_converted, read_manifest
 from t1jax.checkpoint.staging import staged
-from t1jax.checkpoint.tensor_files import write_file
+from t1jax.checkpoint.tensor_files import is_local, write_file
 from t1jax.checkpoint.trees import flatten
 from t1jax.model.qwen3_5 import Params, Qwen3_5, abstract_params
 from t1jax.progress import Progress
@@ -58,6 +60,8 @@ def write_weights(
 ) -> None:
     """Writes parameters as a checkpoint directory, which appears whole; an older one is replaced.
 
+    Every process makes the call and writes its own shards.
+
     Args:
       params: of the policy.
       source: the checkpoint that training began from: its tokenizer, its template and what t1jax
@@ -69,24 +73,55 @@ def write_weights(
     origin, dst = epath.Path(source), epath.Path(dst)
     total_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     old = dst.parent / f"{dst.name}.replaced"
-    with staged(dst.parent / f"{dst.name}.new", total_bytes) as work:
+    new = dst.parent / f"{dst.name}.new"
+    with staged(new, total_bytes) if _leads() else _led(new) as work:
+        _meet("the directory is there")
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(work / PARAMS, args=ocp.args.PyTreeSave(params))
-        for file in files_beside(origin):
-            epath.Path(file).copy(work / epath.Path(file).name)
-        manifest = _manifest(origin, work, dtype)
-        manifest["parameters"] = {
-            ".".join(path): {"dtype": leaf.dtype.name, "shape": leaf.shape}
-            for path, leaf in flatten(params).items()
-        }
-        manifest["trained"] = dict(trained)
-        (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    if dst.exists():
+        if _leads():
+            _write_facts(work, origin, params, dtype, trained)
+    if _leads():
+        if dst.exists():
+            old.rmtree(missing_ok=True)
+            dst.rename(old)
+        new.rename(dst)
         old.rmtree(missing_ok=True)
-        dst.rename(old)
-    (dst.parent / f"{dst.name}.new").rename(dst)
-    old.rmtree(missing_ok=True)
+    _meet("the weights are there")
+
+
+def _leads() -> bool:
+    return jax.process_index() == 0
+
+
+@contextmanager
+def _led(dst: epath.Path) -> Iterator[epath.Path]:
+    """Where another process stages `dst`."""
+    yield dst.parent / f"{dst.name}.incomplete" if is_local(dst) else dst
+
+
+def _meet(where: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"write_weights: {where}")
+
+
+def _write_facts(
+    work: epath.Path,
+    origin: epath.Path,
+    params: Params,
+    dtype: str,
+    trained: Mapping[str, str | int],
+) -> None:
+    """All but the parameters."""
+    for file in files_beside(origin):
+        epath.Path(file).copy(work / epath.Path(file).name)
+    manifest = _manifest(origin, work, dtype)
+    manifest["parameters"] = {
+        ".".join(path): {"dtype": leaf.dtype.name, "shape": leaf.shape}
+        for path, leaf in flatten(params).items()
+    }
+    manifest["trained"] = dict(trained)
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 def _manifest(origin: epath.Path, work: epath.Path, dtype: str) -> dict[str, Any]:

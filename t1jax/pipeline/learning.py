@@ -101,7 +101,9 @@ def keep_config(config: Config) -> None:
             )
     if jax.process_index() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(to_yaml(config))
+        new = file.with_name(f"{file.name}.new")  # other processes read it, at any moment
+        new.write_text(to_yaml(config))
+        new.replace(file)
 
 
 def _leaves(tree: Any, above: str = "") -> dict[str, Any]:

@@ -108,7 +108,10 @@ class Placer:
             moved = slice(first - self.mine.start, last - self.mine.start)
             return local[(*index[:axis], moved, *index[axis + 1 :])]
 
-        return jax.make_array_from_callback(tuple(whole), sharding, part)
+        # Not make_array_from_callback: the transfer guard takes that for an implicit transfer.
+        places = sharding.addressable_devices_indices_map(tuple(whole))
+        shards = [jax.device_put(part(index), device) for device, index in places.items()]
+        return jax.make_array_from_single_device_arrays(tuple(whole), sharding, shards)
 
 
 def fetched(tree: Any) -> Any:

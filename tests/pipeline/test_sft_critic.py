@@ -15,36 +15,23 @@ from t1jax.pipeline.learning import load_policy, open_setup
 from t1jax.pipeline.metrics import read_metrics
 from t1jax.pipeline.session import session
 from t1jax.pipeline.sft import sft
-from t1jax.trajectory.io import save_trajectory
-from t1jax.trajectory.record import Ending, Finish, RouteShape
-from t1jax.trajectory.recorder import Recorder
 
 from . import bandit
+from .conftest import COUNT
 
 pytestmark = pytest.mark.slow
-COUNT = 32
 RATE = {"learning_rate": 0.01, "weight_decay": 0.0}
 BATCH = {"tokens": 32, "rows": 8}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return bandit.checkpoint(tmp_path_factory.mktemp("checkpoint"))
+@pytest.fixture
+def source(bandit_checkpoint):
+    return bandit_checkpoint
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """32 trajectories: a prompt of two tokens, two tokens at random after it, a reward by them."""
-    root, random = tmp_path_factory.mktemp("trajectories"), np.random.default_rng(0)
-    shape = RouteShape(layers=4, chosen=2, experts=8)
-    for number in range(COUNT):
-        recorder = Recorder(shape)
-        recorder.append_context(np.array([number % 8, number // 8]))
-        sampled = random.integers(0, bandit.VOCAB, bandit.SAMPLED)
-        recorder.append_sampled(sampled, np.full(2, -2.0), version=0, finish=Finish.stop)
-        ending = Ending(task=f"made/{number}", outcome="solved", reward=(number % 8) / 7)
-        save_trajectory(recorder.finish(ending), root / f"{number:02d}")
-    return root
+@pytest.fixture
+def folder(bandit_trajectories):
+    return bandit_trajectories
 
 
 def sft_config(run, source, folder):
