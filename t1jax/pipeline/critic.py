@@ -107,7 +107,7 @@ def critic(config: Config) -> None:
             from t1jax.pipeline.play import playing  # the engine takes seconds to import
 
             async def play() -> None:
-                async with playing(setup, "critic") as (collect, publish, tasks):
+                async with playing(setup, "critic", policy) as (collect, publish, tasks):
                     await publish(policy, 0)
                     await warm_up(setup, programs, policy, entries, stage, collect, tasks)
 

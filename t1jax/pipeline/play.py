@@ -7,8 +7,9 @@ from sandbox.task import Task
 from t1jax.agent.conversation import Policy
 from t1jax.config import SamplingSection
 from t1jax.data.tasks import Schedule
+from t1jax.model.qwen3_5 import Params
 from t1jax.pipeline.collect import Collect, Publish
-from t1jax.pipeline.learning import Setup, load_policy, policy_path
+from t1jax.pipeline.learning import Setup
 from t1jax.pipeline.rollout import Rollouts, load_baselines, load_tasks, token_play
 from t1jax.sampling.open import scheduler
 from t1jax.trajectory.chat import Chat
@@ -17,12 +18,13 @@ Playing = tuple[Collect, Publish, Callable[[int], Sequence[Task]]]
 
 
 @asynccontextmanager
-async def playing(setup: Setup, stage: str) -> AsyncIterator[Playing]:
+async def playing(setup: Setup, stage: str, policy: Params) -> AsyncIterator[Playing]:
     """What a stage needs to play its own episodes, for the length of a block.
 
     Args:
       setup: the models and the config.
       stage: `critic` or `ppo`; trajectories lie in RUN/trajectories/STAGE.
+      policy: parameters that the engine holds until the stage publishes its first.
     """
     config = setup.config
     ppo, warm_up = config.ppo, config.critic
@@ -30,18 +32,17 @@ async def playing(setup: Setup, stage: str) -> AsyncIterator[Playing]:
     reward = warm_up.reward if stage == "critic" and warm_up else ppo.reward if ppo else "fraction"
     tasks = load_tasks(config, "train")
     schedule = _schedule(setup, stage, tasks)
-    weights = load_policy(setup, policy_path(config, "ppo"))
     async with scheduler(
-        (setup.policy.config, weights),
+        (setup.policy.config, policy),
         config.sampler,
         mesh=config.model.mesh,
         dtype=config.model.dtype,
         version=-1,  # until the stage publishes its first, version 0 or a restored one
     ) as engine:
         chat = Chat.load(config.model.checkpoint)
-        policy = Policy(complete=engine.complete, chat=chat, shape=setup.shape)
+        player = Policy(complete=engine.complete, chat=chat, shape=setup.shape)
         play = token_play(
-            lambda task: policy,
+            lambda task: player,
             config.agent,
             config.sandbox,
             sampling,

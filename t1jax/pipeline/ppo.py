@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from sandbox.task import Task
 from t1jax.checkpoint.publish import make_publisher
-from t1jax.checkpoint.train_state import TrainStates
+from t1jax.checkpoint.train_state import Restored, TrainStates
 from t1jax.config import Config, PpoSection, require
 from t1jax.errors import UserError
 from t1jax.model.qwen3_5 import Params, abstract_params
@@ -72,11 +74,12 @@ def ppo(config: Config, *, profile: str = "") -> None:
     setup = open_setup(config)
     keep_config(config)
     programs = make_programs(setup, section)
+    policy = load_policy(setup, policy_path(config, "ppo"))
 
     async def play() -> Params:
         with session(setup, "ppo", total=section.steps, shown=SHOWN) as stage:
-            async with playing(setup, "ppo") as (collect, publish, tasks):
-                return await train(setup, programs, stage, collect, publish, tasks, profile=profile)
+            async with playing(setup, "ppo", policy) as seam:
+                return await train(setup, programs, stage, policy, *seam, profile=profile)
 
     params = asyncio.run(play())
     print(f"wrote {save_policy(setup, params, 'ppo', section.steps)}")
@@ -86,15 +89,28 @@ async def train(
     setup: Setup,
     programs: Programs,
     stage: Session,
+    policy: Params,
     collect: Collect,
     publish: Publish,
     tasks: Tasks,
     *,
     profile: str = "",
 ) -> Params:
-    """Trains from the last saved state; the policy's parameters after the last step."""
+    """Trains from the last saved state; the policy's parameters after the last step.
+
+    Args:
+      setup: the models.
+      programs: see `make_programs`.
+      stage: the open session.
+      policy: the stage's first weights. They belong to the training from here on: the actor begins
+        as them, or they are freed where a saved state is taken up.
+      collect: plays a step's trials.
+      publish: gives weights to the engine.
+      tasks: of each step.
+      profile: a directory for a trace of one step; empty: none.
+    """
     loop = Loop(setup, programs, stage, collect, publish, tasks)
-    await loop.begin()
+    await loop.begin(policy)
     pending = loop.launch(loop.start)
     try:
         for step in range(loop.start, stage.total):
@@ -137,28 +153,34 @@ class Loop:
 
     # ---- beginning and saving ----
 
-    async def begin(self) -> None:
+    async def begin(self, policy: Params) -> None:
         """Restores, or takes the stage's first weights; publishes what the rollout needs."""
         found = self._stage.restore(self._abstract())
         if found is None:
-            policy = load_policy(self._setup, policy_path(self._setup.config, "ppo"))
+            reference = copied(policy) if self._has_reference else None
             actor = steps.new_learner(
                 self._setup.policy, self._setup.run, self._programs.actor_optimizer, policy
             )
             critic = warmed_critic(self._setup, self._programs) if self._has_critic else None
-            self.learners = Learners(actor=actor, critic=critic, reference=self._reference())
+            self.learners = Learners(actor=actor, critic=critic, reference=reference)
             await self.publish_now(0)
         else:
-            self.start = found.step
-            self._updater.placer.rooms.update(found.facts["rooms"])
-            critic = found.trees.get("critic")
-            actor = found.trees["actor"]
-            self.learners = Learners(actor=actor, critic=critic, reference=self._reference())
-            params = found.trees.get("published")
-            params = self._sampler(actor.params) if params is None else params
-            self.published = Published(params=params, version=found.facts["version"])
-            await self._publish(params, self.published.version)
+            await self._go_on(found, policy)
         self._stage.begin(self.start)
+
+    async def _go_on(self, found: Restored, policy: Params) -> None:
+        self.start = found.step
+        self._updater.placer.rooms.update(found.facts["rooms"])
+        actor, critic = found.trees["actor"], found.trees.get("critic")
+        reference = policy if self._has_reference else None
+        self.learners = Learners(actor=actor, critic=critic, reference=reference)
+        params = found.trees.get("published")
+        params = self._sampler(actor.params) if params is None else params
+        self.published = Published(params=params, version=found.facts["version"])
+        await self._publish(params, self.published.version)
+        if reference is None:  # the engine has let go of them
+            for leaf in jax.tree.leaves(policy):
+                leaf.delete()
 
     @property
     def _has_critic(self) -> bool:
@@ -175,10 +197,9 @@ class Loop:
             trees["published"] = abstract_params(self._setup.policy, self._setup.run.mesh, dtype)
         return trees
 
-    def _reference(self) -> Params | None:
-        if self._section.kl == 0 and self._section.kl_reward == 0:
-            return None
-        return load_policy(self._setup, policy_path(self._setup.config, "ppo"))
+    @property
+    def _has_reference(self) -> bool:
+        return self._section.kl > 0 or self._section.kl_reward > 0
 
     def _trees(self) -> dict[str, Any]:
         assert self.learners is not None and self.published is not None

@@ -14,7 +14,7 @@ import pytest
 
 from t1jax.errors import Preempted, UserError
 from t1jax.pipeline import ppo, update
-from t1jax.pipeline.learning import open_setup
+from t1jax.pipeline.learning import load_policy, open_setup, policy_path
 from t1jax.pipeline.metrics import read_metrics
 from t1jax.pipeline.session import session
 
@@ -51,11 +51,16 @@ def play(run, source, *, broken=None, every=1, **sections):
     with session(setup, "ppo", total=config.ppo.steps, shown=()) as stage:
         params = asyncio.run(
             ppo.train(
-                setup, programs, stage, player.collect, player.publish,
+                setup, programs, stage, first(setup), player.collect, player.publish,
                 lambda step: (None,) * config.ppo.launch,
             )
         )  # fmt: skip
     return player, jax.tree.map(np.asarray, params)
+
+
+def first(setup):
+    """The weights that PPO begins with; training takes them over."""
+    return load_policy(setup, policy_path(setup.config, "ppo"))
 
 
 def same(a, b):
@@ -207,7 +212,15 @@ def test_a_rollout_that_cannot_be_trained_on_is_refused_and_nothing_is_lost(
         pytest.raises(UserError, match=message),
     ):
         asyncio.run(
-            ppo.train(setup, programs, stage, player.collect, player.publish, lambda step: ())
+            ppo.train(
+                setup,
+                programs,
+                stage,
+                first(setup),
+                player.collect,
+                player.publish,
+                lambda step: (),
+            )
         )
     assert read_metrics(tmp_path) == []
 
