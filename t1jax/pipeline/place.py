@@ -114,6 +114,21 @@ class Placer:
         return jax.make_array_from_single_device_arrays(tuple(whole), sharding, shards)
 
 
+HOST = "pinned_host"
+
+
+def moved(tree: Any, memory: str) -> Any:
+    """Arrays in another memory of their devices, `device` or HOST; those that are there stay."""
+
+    def move(leaf: jax.Array) -> jax.Array:
+        if leaf.sharding.memory_kind == memory:
+            return leaf
+        there: jax.Array = jax.device_put(leaf, leaf.sharding.with_memory_kind(memory))
+        return there
+
+    return jax.tree.map(move, tree)
+
+
 def fetched(tree: Any) -> Any:
     """Small results on the host, as numpy; the same in every process."""
     return jax.device_get(tree)

@@ -2,8 +2,8 @@
 
     values -> advantages -> critic update -> old log-probs -> actor update
 
-Owns which arrays are alive when: with `offload` the learner that a phase does not use lies in host
-memory. Knows nothing of engines, files or signals.
+Owns which arrays are where when: with `offload` what a phase does not use lies in host memory, the
+optimizers' states between steps too. Knows nothing of engines, files or signals.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from t1jax.pipeline.episodes import (
 )
 from t1jax.pipeline.feed import make_feed, read_ahead
 from t1jax.pipeline.learning import Setup, make_optimizer
-from t1jax.pipeline.place import Placer, fetched
+from t1jax.pipeline.place import HOST, Placer, fetched, moved
 from t1jax.pipeline.profile import Clock
 from t1jax.rl import steps
 from t1jax.rl.inputs import ActorInputs, Batch, CriticInputs, Routes
@@ -141,16 +141,34 @@ class Updater:
             self.prepared = [self._feed.of(part)[1] for part in parts]
         with jax.transfer_guard("disallow"):
             with clock.part("values_and_logprobs"):
+                self._make_room(learners, {"actor": ("params",), "critic": ("params",)})
                 minibatches = [self._score(learners, behind, p) for p in self.prepared]
                 whole = [micro for part in minibatches for micro in part]
                 self._estimate(whole)
                 told = self._measured(whole)
             with clock.part("critic"):
+                self._make_room(learners, {"critic": ("params", "state")})
                 told |= self._train_critic(learners, minibatches)
             with clock.part("actor"):
+                self._make_room(learners, {"actor": ("params", "state")})
                 told |= self._train_actor(learners, minibatches, behind)
+                self._make_room(learners, {"actor": ("params",)})
         row |= self._flat(told) | over_minibatches([x.facts for x in self.prepared])
         return row | {f"seconds/{name}": seconds for name, seconds in clock.parts.items()}
+
+    def _make_room(self, learners: Learners, used: Mapping[str, Sequence[str]]) -> None:
+        """With `offload`: on the devices are the parts that the next phase uses, and no others."""
+        if not self._section.offload:
+            return
+        for name in sorted(("critic", "actor"), key=lambda name: len(used.get(name, ()))):
+            learner = getattr(learners, name)
+            if learner is not None:
+                there = {
+                    part: moved(getattr(learner, part), "device" if wanted else HOST)
+                    for part in ("params", "state")
+                    for wanted in [part in used.get(name, ())]
+                }
+                setattr(learners, name, learner._replace(**there))
 
     def _shaped(self, rollout: Rollout) -> Rollout:
         if self._section.baseline == "group":

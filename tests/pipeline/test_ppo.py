@@ -16,7 +16,7 @@ from t1jax.errors import Preempted, UserError
 from t1jax.pipeline import ppo, update
 from t1jax.pipeline.learning import load_policy, open_setup, policy_path
 from t1jax.pipeline.metrics import read_metrics
-from t1jax.pipeline.session import session
+from t1jax.pipeline.session import Session, session
 
 from . import bandit
 
@@ -45,7 +45,11 @@ def play(run, source, *, broken=None, every=1, **sections):
     """One command's worth of training; the bandit and the last parameters."""
     config = bandit.config(run, source, ppo=sections, checkpoints={"every_steps": every})
     setup = open_setup(config)
-    fixed = {name: value for name, value in sections.items() if name not in ("steps", "staleness")}
+    fixed = {
+        name: value
+        for name, value in sections.items()
+        if name not in ("steps", "staleness", "offload")
+    }
     programs, sampler = compiled(source, json.dumps(fixed))
     player = bandit.Bandit(setup, sampler, broken=broken)
     with session(setup, "ppo", total=config.ppo.steps, shown=()) as stage:
@@ -134,8 +138,6 @@ def _kill_in(patch, stage, step):
 
         patch.setattr(update.Updater, name, broken)
     if stage == "saving":
-        from t1jax.pipeline.session import Session
-
         save = Session.save
 
         def torn(self, number, *arguments):
@@ -156,6 +158,24 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, source):
     with pytest.raises(Preempted, match=r"ppo is saved after step 2 of 4"):
         play(tmp_path, source, steps=STEPS, staleness=0, broken=signalled, every=100)
     _, params = play(tmp_path, source, steps=STEPS, staleness=0, every=100)
+    assert same(params, unbroken(source, 0)[0])
+
+
+def test_a_run_that_offloads_keeps_its_bits_and_goes_on(tmp_path, source, monkeypatch):
+    """What no phase uses lies in the host's memory, where a state is saved from as well."""
+    kinds = []
+
+    def seen(self, step, trees, *arguments):
+        actor, critic = trees["actor"], trees["critic"]
+        parts = (actor.params, actor.state, critic.params, critic.state)
+        kinds.append([jax.tree.leaves(part)[-1].sharding.memory_kind for part in parts])
+        done(self, step, trees, *arguments)
+
+    done = Session.done
+    monkeypatch.setattr(Session, "done", seen)
+    play(tmp_path, source, steps=2, staleness=0, offload=True)
+    _, params = play(tmp_path, source, steps=STEPS, staleness=0, offload=True)
+    assert kinds == [["device", "pinned_host", "pinned_host", "pinned_host"]] * STEPS
     assert same(params, unbroken(source, 0)[0])
 
 
