@@ -35,7 +35,8 @@ lint: venv
 
 bench: venv
 	@for file in tests/benchmarks/model.py tests/benchmarks/conversion.py \
-	    tests/benchmarks/sandboxes.py tests/benchmarks/trajectory.py tests/benchmarks/sampling.py; do \
+	    tests/benchmarks/sandboxes.py tests/benchmarks/trajectory.py tests/benchmarks/sampling.py \
+	    tests/benchmarks/training.py; do \
 	    echo "== $$file"; $(VENV)/bin/python "$$file" || exit 1; \
 	done
 
