@@ -39,6 +39,7 @@ ESCALATION = (
     (("kill",), 2.0),
 )
 DIRECTORIES = ("/logs/agent", "/logs/verifier", "/logs/artifacts", "/tests")
+ROOT = ("", "root", "0")
 FIRST_PROCESS = 'IFS= LC_ALL=C read -r -N "$0" text; eval "$text"'  # text: warden.bash
 
 
@@ -126,7 +127,7 @@ class Box:
         where = shlex.join([*DIRECTORIES, self._workdir or "."])
         await self._set_up(f"mkdir -p -- {where} && chmod 777 -- {shlex.join(DIRECTORIES[:3])}")
         if self._environment.local and self._environment.files is not None:
-            await self._write(self._environment.files, self._workdir)
+            await self._put(self._environment.files, self._workdir)  # nothing is there yet
         if self._environment.local and self._environment.setup:
             in_place = f"cd -- {shlex.quote(self._workdir)}\n{self._environment.setup}"
             await self._set_up(in_place)
@@ -191,8 +192,12 @@ class Box:
             self._open_channel().forget_output()
 
     async def upload(self, src: Path, dst: str, *, user: str = "") -> None:
-        await self._write(src, dst)
-        if user:
+        """Replaces `dst`, which belongs to root unless another user is named."""
+        _check_absolute(dst)
+        parent = str(PurePosixPath(dst).parent)
+        await self._set_up(f"rm -rf -- {shlex.quote(dst)} && mkdir -p -- {shlex.quote(parent)}")
+        await self._put(src, dst)
+        if user not in ROOT:
             await self._set_up(f"chown -R -- {shlex.quote(user)} {shlex.quote(dst)}")
 
     async def download(self, src: str, dst: Path, *, max_bytes: int = MAX_ARCHIVE_BYTES) -> None:
@@ -208,12 +213,10 @@ class Box:
         _check_absolute(parent)
         await self._machine.write_archive(archive, parent)
 
-    async def _write(self, src: Path, dst: str) -> None:
-        """Copies to `dst`; of the working directory itself only the content is replaced."""
+    async def _put(self, src: Path, dst: str) -> None:
+        """Copies into a directory that is there, as root's; what `dst` has already stays."""
         _check_absolute(dst)
         path = PurePosixPath(dst)
-        clear = f"rm -rf -- {shlex.quote(dst)} && mkdir -p -- {shlex.quote(str(path.parent))}"
-        await self._set_up(clear, cwd="/")
         archive = await asyncio.to_thread(archives.pack, src, path.name)
         with contextlib.closing(archive):
             await self._machine.write_archive(archive, str(path.parent))
@@ -325,7 +328,7 @@ class Box:
         payload = SESSION.replace("# SETUP", "\n".join([*exports, here])).encode(
             "utf-8", "surrogateescape"
         )
-        user = [session.user] if session.user not in ("", "root") else []
+        user = [] if session.user in ROOT else [session.user]
         await self._ask("open", name, str(len(payload)), *user, payload=payload)
         session.live = True
 

@@ -9,6 +9,7 @@ learns what the agent's programs do without running them where it decides.
 Not covered: a test that itself runs the agent's code beside the verdict.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -19,7 +20,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from sandbox import reports
+from sandbox import archives, reports
 from sandbox.base import (
     Archive,
     Backend,
@@ -145,12 +146,14 @@ def _is_link(archive: Archive) -> bool:
 
 async def run_fresh(task: Task, backend: Backend, state: State, logs: Path) -> Report:
     """The report of a new sandbox that holds the agent's state; NO_STATE is nobody's work."""
-    async with backend.sandbox(environment_of(task, backend.name)) as box:
+    environment = environment_of(task, backend.name)
+    paths = [path for path, _ in state.archives]
+    if environment.workdir in paths and not environment.setup:
+        environment = dataclasses.replace(environment, files=None)  # the state replaces them
+    async with backend.sandbox(environment) as box:
+        await _wipe(box, *paths)
         for path, archive in state.archives:
             archive.file.seek(0)
-            await box.exec_once(
-                f"find {shlex.quote(path)} -delete 2> /dev/null; true", timeout_s=60
-            )
             await box.write_archive(archive, str(Path(path).parent))
         return await _run(task, box, logs)
 
@@ -158,16 +161,26 @@ async def run_fresh(task: Task, backend: Backend, state: State, logs: Path) -> R
 async def run_shared(task: Task, box: Sandbox, logs: Path) -> Report:
     """The report of the agent's own sandbox, after what it left is killed and wiped."""
     await box.end_processes()
-    wiped = await box.exec_once(WIPE, timeout_s=60, user="root")
-    if wiped.exit_code != 0:
-        raise SandboxBrokenError(f"{LOGS} could not be made anew: {wiped.output[-200:]}")
+    await _wipe(box)
     return await _run(task, box, logs)
 
 
+async def _wipe(box: Sandbox, *paths: str) -> None:
+    """Empties what the verifier writes, and `paths`; a path that is a mount stays, emptied."""
+    clear = [f"find {shlex.quote(path)} -delete 2> /dev/null" for path in paths]
+    wiped = await box.exec_once("; ".join([*clear, WIPE]), timeout_s=60, user="root")
+    if wiped.exit_code != 0:
+        raise SandboxBrokenError(f"{LOGS} could not be made anew: {wiped.output[-200:]}")
+
+
 async def _run(task: Task, box: Sandbox, logs: Path) -> Report:
-    """Uploads the tests, runs them, ends what they left and copies the logs out."""
+    """Copies the tests to /tests (empty), runs them, ends what they left, and reads the logs.
+
+    The copy belongs to root.
+    """
     config = task.config.verifier
-    await box.upload(task.tests, "/tests", user="root")
+    with contextlib.closing(await asyncio.to_thread(archives.pack, task.tests, "tests")) as tests:
+        await box.write_archive(tests, "/")
     done: ExecResult = await box.exec_once(
         RUN,
         timeout_s=config.timeout_sec,
