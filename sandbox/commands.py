@@ -223,7 +223,7 @@ def run_until_done(work: Coroutine[Any, Any, Any], ended: Exception) -> Any:
     """asyncio.run that ends on Ctrl-C and SIGTERM by cancelling, so that sandboxes are removed.
 
     Raises:
-      `ended` when a signal ended it.
+      `ended` when a signal ended it; a Preempted says which.
     """
 
     signals = signal.SIGINT, signal.SIGTERM
@@ -231,8 +231,14 @@ def run_until_done(work: Coroutine[Any, Any, Any], ended: Exception) -> Any:
     async def main() -> Any:
         doing = asyncio.ensure_future(work)
         loop = asyncio.get_running_loop()
+
+        def end(number: signal.Signals) -> None:
+            if isinstance(ended, Preempted):
+                ended.number = number
+            doing.cancel()
+
         for number in signals:
-            loop.add_signal_handler(number, doing.cancel)
+            loop.add_signal_handler(number, end, number)
         try:
             return await doing
         except asyncio.CancelledError:

@@ -212,13 +212,35 @@ Profile = Annotated[
 ]
 
 
+@app.command("run")
+def run_all(
+    config: ConfigFile,
+    changes: Changes = None,
+    redo: Annotated[
+        str, typer.Option(help="Remove what this stage and those after it made; then go on.")
+    ] = "",
+) -> None:
+    """Every stage, from tasks to the report; goes on where it was."""
+    from t1jax.config import load_config
+    from t1jax.pipeline.run import run
+
+    run(load_config(config, changes or ()), redo=redo)
+
+
 @app.command()
-def sft(config: ConfigFile, changes: Changes = None, profile: Profile = "") -> None:
+def sft(
+    config: ConfigFile,
+    changes: Changes = None,
+    profile: Profile = "",
+    round: Annotated[
+        int, typer.Option(min=0, help="Of rejection sampling; 0: before the first.")
+    ] = 0,
+) -> None:
     """Fine-tune the policy on recorded trajectories."""
     from t1jax.config import load_config
     from t1jax.pipeline.sft import sft
 
-    sft(load_config(config, changes or ()), profile=profile)
+    sft(load_config(config, changes or ()), round=round, profile=profile)
 
 
 @app.command()

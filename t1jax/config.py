@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from t1jax.errors import UserError
+from t1jax.overlays import in_run, read_tree
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -24,6 +25,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Level = Annotated[int, Field(ge=1, le=5)]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -45,10 +47,27 @@ class ModelSection(Section):
     dispatch: Literal["gather", "ragged_all_to_all"] = "gather"
 
 
+class InitSection(Section):
+    """The random checkpoint that `t1jax run` makes, converted into model.checkpoint."""
+
+    size: Literal["tiny", "demo"] = "demo"
+    seed: Whole = 0
+
+
+class MakeSection(Section):
+    """Tasks that `t1jax run` makes, as `t1jax tasks make`. Empty lists: every one there is."""
+
+    count: Count = 2000
+    seed: Whole = 0
+    levels: Annotated[tuple[Level, ...], Field(strict=False)] = ()
+    families: Annotated[tuple[str, ...], Field(strict=False)] = ()
+
+
 class TasksSection(Section):
     """The folder that `t1jax tasks make` wrote, and which of its tasks are used."""
 
     folder: str
+    make: MakeSection | None = None  # none: the folder is there already
     train: str = "train"  # a split, or a list that `t1jax tasks select` wrote
     validation: str = "validation"
     test: str = "test"
@@ -122,13 +141,28 @@ class BatchSection(Section):
 
 
 class SftSection(Section):
-    trajectories: str  # a folder of trajectories
+    trajectories: str = ""  # a folder of trajectories; empty: what `t1jax rollout` writes
     epochs: Count = 1
     batch_trajectories: Count = 128
     keep: Literal["solved", "all"] = "solved"
     per_task: Whole = 10  # at most; 0: all
     optimizer: OptimizerSection
     batch: BatchSection = BatchSection()
+
+
+class RejectionSection(Section):
+    """Rounds of sampling from the fine-tuned policy, on the training tasks.
+
+    What each round solves is fine-tuned on, together with sft.trajectories and the rounds before;
+    the rest is as `sft` says.
+    """
+
+    rounds: Count = 1
+    limit: Whole = 0  # tasks a round, another sample each; 0: all
+    attempts: Count = 4  # of each task
+    sampling: SamplingSection = SamplingSection()
+    epochs: Count = 1
+    optimizer: OptimizerSection
 
 
 class CriticSection(Section):
@@ -154,6 +188,7 @@ class PpoSection(Section):
     tokens: Literal["sampled", "retokenised"] = "sampled"  # TITO, or its ablation
     reward: Literal["fraction", "binary", "gained"] = "fraction"
     baseline: Literal["critic", "group"] = "critic"  # group: GRPO-style, no critic
+    warm_critic: str = ""  # another run, whose warmed critic is taken; empty: this one's, if any
     group: Count = 1  # attempts at one task in a step
     clip: Positive = 0.2
     value_clip: Positive = 0.2
@@ -172,6 +207,28 @@ class PpoSection(Section):
     critic: OptimizerSection
     sampling: SamplingSection = SamplingSection()
     batch: BatchSection = BatchSection()
+
+
+class SelectionSection(Section):
+    """Which of PPO's saved states is the run's result: the best on the validation split."""
+
+    candidates: Count = 3  # the last so many that are kept
+    attempts: Count = 1  # of each task
+    limit: Whole = 0  # tasks, a sample drawn with `seed`; 0: all
+
+
+class TestSection(Section):
+    """What `t1jax run` evaluates on the test split: base, SFT and PPO, once each."""
+
+    attempts: Count = 3
+    limit: Whole = 0  # tasks, a sample drawn with `seed`; 0: all
+
+
+class MismatchSection(Section):
+    """What `t1jax run` measures of the log-prob gap, on PPO's first rollout."""
+
+    limit: Whole = 0  # trajectories, a sample; 0: all
+    batch_tokens: Count = 16384  # most tokens in a pass
 
 
 class CheckpointSection(Section):
@@ -215,15 +272,20 @@ class Config(Section):
     run: str  # the run's folder
     seed: Whole = 0
     model: ModelSection
+    init: InitSection | None = None  # none: model.checkpoint is there already
     tasks: TasksSection | None = None
     sandbox: SandboxSection = SandboxSection()
     agent: AgentSection = AgentSection()
     sampler: SamplerSection = SamplerSection()
     sft: SftSection | None = None
+    rejection: RejectionSection | None = None
     critic: CriticSection | None = None
     ppo: PpoSection | None = None
     rollout: RolloutSection = RolloutSection()
     evaluation: EvaluationSection = EvaluationSection()
+    selection: SelectionSection = SelectionSection()
+    test: TestSection = TestSection()
+    mismatch: MismatchSection = MismatchSection()
     checkpoints: CheckpointSection = CheckpointSection()
     guards: GuardsSection = GuardsSection()
 
@@ -235,8 +297,18 @@ class Config(Section):
             f"agent.context_tokens={agent.context_tokens} is above sampler.context="
             f"{sampler.context}: an episode has to fit in a slot",
         )
+        _refuse(
+            self.rejection is not None and self.sft is None,
+            "rejection samples from the policy that `sft` fine-tuned, and there is no `sft:` "
+            "section; add one, or leave `rejection:` out",
+        )
         if ppo is None:
             return self
+        _refuse(
+            ppo.launch % ppo.group != 0,
+            f"ppo.launch={ppo.launch} is no multiple of ppo.group={ppo.group}: every task of a "
+            "step is attempted so many times",
+        )
         _refuse(
             ppo.launch < ppo.batch_trajectories,
             f"ppo.launch={ppo.launch} is below ppo.batch_trajectories={ppo.batch_trajectories}: "
@@ -268,17 +340,13 @@ def _refuse(wrong: bool, message: str) -> None:
 def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies `a.b=c` changes and checks the whole.
 
+    A file that says `base: OTHER.yaml` holds changes to that one. `{run}` in a text is the run's
+    folder.
+
     Raises:
       UserError: names the file or the change, the key's path, its value and what is allowed.
     """
-    try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read the config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} holds no mapping; expected sections such as `model:`")
+    tree = read_tree(Path(path))
     for change in changes:
         _apply(tree, change)
     return parse_config(tree, str(path))
@@ -286,6 +354,8 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
 
 def parse_config(tree: dict[str, Any], source: str) -> Config:
     """Checks a tree of plain values; `source` is named in errors."""
+    if isinstance(tree.get("run"), str):
+        tree = in_run(tree, tree["run"])
     try:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:

@@ -4,6 +4,8 @@ Knows nothing of what failed: whoever raises writes the whole message (what, its
 expected, what to do).
 """
 
+import signal
+
 OK = 0
 FAILED = 1
 BAD_USAGE = 2  # the command line itself; typer ends with it
@@ -16,6 +18,8 @@ class UserError(Exception):
 
 class Preempted(Exception):  # noqa: N818 - it is no error: the work is saved and can go on
     """The machine was taken away after the state was saved; the same command resumes."""
+
+    number = signal.SIGTERM  # the signal that came
 
 
 def exit_status(error: BaseException) -> int:

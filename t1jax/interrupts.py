@@ -27,6 +27,7 @@ class Interrupted(SystemExit):
 
     def __init__(self, number: int):
         super().__init__(128 + number)
+        self.number = number
 
 
 @contextlib.contextmanager

@@ -37,6 +37,14 @@ BELOW_PIPELINE = (
     "t1jax.interrupts",
 )
 
+RUN = (  # the whole run puts stages and evaluation in order
+    "t1jax.pipeline",
+    "t1jax.pipeline.run_stages",
+    "t1jax.pipeline.selection",
+    "t1jax.evaluation",
+    *BELOW_PIPELINE,
+)
+
 SAMPLING_DEVICE = tuple(
     f"t1jax.sampling.{name}" for name in ("sampler", "programs", "results", "engine")
 )
@@ -45,7 +53,8 @@ PLACES = {
     "t1jax": Place("H", ()),
     "t1jax.errors": Place("H", ()),
     "t1jax.interrupts": Place("H", ()),
-    "t1jax.config": Place("H", ()),
+    "t1jax.config": Place("H", ("t1jax.overlays",)),
+    "t1jax.overlays": Place("H", ()),
     "t1jax.progress": Place("H", ()),
     "t1jax.trajectory": Place("H", ()),
     "sandbox": Place("H", ()),
@@ -67,6 +76,9 @@ PLACES = {
         "S", ("t1jax.model", "t1jax.trajectory", "t1jax.checkpoint", "t1jax.progress")
     ),
     "t1jax.pipeline": Place("S", BELOW_PIPELINE),
+    "t1jax.pipeline.run": Place("S", RUN),
+    "t1jax.pipeline.run_stages": Place("S", RUN),
+    "t1jax.pipeline.selection": Place("S", RUN),
     "t1jax.evaluation": Place("S", ("t1jax.pipeline", *BELOW_PIPELINE)),
     "t1jax.plan": Place("S", ("t1jax.model", "t1jax.rl", "t1jax.progress")),
     "t1jax.demo": Place("S", ("t1jax.score", *BELOW_PIPELINE)),

@@ -44,7 +44,25 @@ class Restored(NamedTuple):
 class TrainStates:
     """The saved steps of one stage. Every process makes the same calls."""
 
-    def __init__(self, folder: epath.PathLike, *, keep_last: int, keep_best: int, min_free_mb: int):
+    def __init__(
+        self,
+        folder: epath.PathLike,
+        *,
+        keep_last: int,
+        keep_best: int,
+        min_free_mb: int,
+        every: int = 1,
+    ):
+        """Opens the folder, or makes it.
+
+        Args:
+          folder: of the stage.
+          keep_last: steps that are kept besides the best.
+          keep_best: by their score.
+          min_free_mb: below this nothing is saved.
+          every: the schedule; of its steps the last `keep_last` are kept whatever signals made a
+            stage save between them, so that what is there at the end does not depend on signals.
+        """
         self._folder = epath.Path(folder)
         self._min_free_mb = min_free_mb
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +75,11 @@ class TrainStates:
             self._folder,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=managers.AnyPreservationPolicy(
-                    [managers.LatestN(keep_last), best]
+                    [
+                        managers.LatestN(keep_last),
+                        managers.EveryNSteps(every, True, keep_last),
+                        best,
+                    ]
                 ),
                 cleanup_tmp_directories=True,  # of a save that was killed
             ),
@@ -135,6 +157,18 @@ class TrainStates:
                 "Remove the folder to start over"
             )
         return None
+
+    def read(self, step: int, abstract: Mapping[str, Any]) -> Restored:
+        """One saved step.
+
+        Raises:
+          UserError: it is not there, or not whole.
+        """
+        lacks = self._lacks(step, abstract)
+        if lacks:
+            known = sorted(self._manager.all_steps())
+            raise UserError(f"{self._folder}: step {step}: {lacks}; saved are {known}")
+        return self._read(step, abstract)
 
     def facts(self, step: int) -> dict[str, Any]:
         """The plain values of a saved step."""

@@ -29,12 +29,12 @@ class Entry:
 
 
 def list_entries(
-    folder: str, *, keep: str, per_task: int, seed: int
+    *folders: str, keep: str, per_task: int, seed: int
 ) -> tuple[list[Entry], dict[str, int]]:
-    """Trajectories below a folder that are kept, sorted by path, and counts of all.
+    """Trajectories below folders that are kept, sorted by path, and counts of all.
 
     Args:
-      folder: holds trajectories, at any depth.
+      folders: hold trajectories, at any depth.
       keep: `solved`, or `all` that were graded.
       per_task: at most so many of one task, drawn by the seed; 0: all.
       seed: of that draw.
@@ -42,12 +42,13 @@ def list_entries(
     Raises:
       UserError: no such folder, or nothing is kept; says how many were there and why not.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise UserError(f"{root} is no directory; expected a folder of trajectories")
+    roots = [Path(folder) for folder in folders]
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"{root} is no directory; expected a folder of trajectories")
     counts: Counter[str] = Counter(found=0, ungraded=0, unsolved=0, over_per_task=0)
     by_task: dict[str, list[Entry]] = defaultdict(list)
-    for path in sorted(file.parent for file in root.rglob(DOCUMENT)):
+    for path in sorted(file.parent for root in roots for file in root.rglob(DOCUMENT)):
         if path.name.endswith(INCOMPLETE):
             continue
         counts["found"] += 1
@@ -61,7 +62,8 @@ def list_entries(
     counts["over_per_task"] = sum(map(len, by_task.values())) - len(kept)
     counts["kept"] = len(kept)
     if not kept:
-        raise UserError(f"{root} holds no trajectory to train on: {_tell(counts)}")
+        where = ", ".join(map(str, roots))
+        raise UserError(f"{where}: there is no trajectory to train on: {_tell(counts)}")
     return sorted(kept, key=lambda entry: entry.path), dict(counts)
 
 

@@ -30,8 +30,10 @@ from t1jax.rl.optimizer import Optimizer, OptimizerConfig, recipe
 from t1jax.trajectory.record import RouteShape
 
 # What may differ when a run goes on: it changes no number that a finished step computed.
-MAY_CHANGE = ("run", "model.mesh", "sandbox", "checkpoints", "guards", "evaluation", "ppo.steps")
-STAGES = ("sft", "ppo")  # those that change the policy, in order
+MAY_CHANGE = (
+    "run", "model.mesh", "sandbox", "checkpoints", "guards", "evaluation", "ppo.steps",
+    "selection", "test", "mismatch",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,33 +91,41 @@ def keep_config(config: Config) -> None:
     """
     file = Path(config.run) / "config.yaml"
     if file.exists():
-        before = _leaves(yaml.safe_load(file.read_text()))
-        now = _leaves(yaml.safe_load(to_yaml(config)))
+        before = leaves(yaml.safe_load(file.read_text()))
+        now = leaves(yaml.safe_load(to_yaml(config)))
         keys = sorted(set(before) | set(now))
-        changed = [k for k in keys if before.get(k) != now.get(k) and not _may_change(k)]
+        changed = [k for k in keys if before.get(k) != now.get(k) and not may_change(k)]
         told = [f"{k}={now.get(k)!r}, was {before.get(k)!r}" for k in changed]
         if told:
             raise UserError(
                 f"{file} is of a run with another config: {'; '.join(told[:5])}. Choose another "
                 "`run:` folder, or change these back to go on"
             )
+    write_config(config)
+
+
+def write_config(config: Config) -> None:
+    """Writes RUN/config.yaml, whatever is there."""
     if jax.process_index() == 0:
+        file = Path(config.run) / "config.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_name(f"{file.name}.new")  # other processes read it, at any moment
         new.write_text(to_yaml(config))
         new.replace(file)
 
 
-def _leaves(tree: Any, above: str = "") -> dict[str, Any]:
+def leaves(tree: Any, above: str = "") -> dict[str, Any]:
+    """Values by the whole path of their keys."""
     if not isinstance(tree, dict):
         return {above: tree}
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= _leaves(value, f"{above}.{name}" if above else name)
+        found |= leaves(value, f"{above}.{name}" if above else name)
     return found
 
 
-def _may_change(key: str) -> bool:
+def may_change(key: str) -> bool:
+    """Whether no finished step depends on this key."""
     return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
 
 
@@ -127,10 +137,22 @@ def open_states(config: Config, stage: str) -> TrainStates:
         keep_last=section.keep_last,
         keep_best=section.keep_best,
         min_free_mb=section.min_free_mb,
+        every=section.every_steps,
     )
 
 
 # ---- weights -------------------------------------------------------------------------------------
+
+
+def sft_stage(round: int) -> str:
+    """The name of fine-tuning after a round of rejection sampling; 0: the first, before any."""
+    return f"sft-{round}" if round else "sft"
+
+
+def policy_stages(config: Config) -> tuple[str, ...]:
+    """The stages that change the policy, in order."""
+    rounds = config.rejection.rounds if config.rejection else 0
+    return (*map(sft_stage, range(rounds + 1)), "ppo")
 
 
 def policy_path(config: Config, before: str = "") -> str:
@@ -140,7 +162,8 @@ def policy_path(config: Config, before: str = "") -> str:
       config: of the run.
       before: a stage; empty: whatever there is, for sampling and evaluation.
     """
-    earlier = STAGES[: STAGES.index(before)] if before in STAGES else STAGES
+    stages = policy_stages(config)
+    earlier = stages[: stages.index(before)] if before in stages else stages
     for stage in reversed(earlier):
         written = Path(config.run) / "weights" / stage
         if (written / "manifest.json").exists():
@@ -154,9 +177,9 @@ def load_policy(setup: Setup, path: str) -> Params:
     return params
 
 
-def save_policy(setup: Setup, params: Params, stage: str, steps: int) -> Path:
-    """Writes a stage's weights, after so many steps, as a checkpoint."""
-    path = setup.folder / "weights" / stage
+def save_policy(setup: Setup, params: Params, stage: str, steps: int, name: str = "") -> Path:
+    """Writes a stage's weights after so many steps: weights/NAME, by default the stage's."""
+    path = setup.folder / "weights" / (name or stage)
     dtype = setup.config.model.parameters
     write_weights(
         params, setup.config.model.checkpoint, path.absolute(), dtype,

@@ -297,11 +297,21 @@ def _dump(prepared: Sequence[Any], folder: Path) -> None:
 
 
 def warmed_critic(setup: Setup, programs: Programs) -> steps.Learner | None:
-    """The critic that `t1jax critic` left in this run; None: it starts from the first rollout."""
-    folder = setup.folder / "checkpoints" / "critic"
-    if not folder.is_dir():
+    """The critic that `t1jax critic` left; None: it starts from the first rollout.
+
+    Raises:
+      UserError: ppo.warm_critic names a run without one.
+    """
+    named = require(setup.config, "ppo").warm_critic
+    config = setup.config.model_copy(update={"run": named or setup.config.run})
+    if not (Path(config.run) / "checkpoints" / "critic").is_dir():
+        if named:
+            raise UserError(
+                f"ppo.warm_critic={named!r} holds no checkpoints/critic; expected the folder of a "
+                "run in which `t1jax critic` has ended"
+            )
         return None
     states: TrainStates
-    with open_states(setup.config, "critic") as states:
+    with open_states(config, "critic") as states:
         found = states.restore({"critic": abstract_critic(setup, programs.critic_optimizer)})
     return None if found is None else copied(found.trees["critic"])

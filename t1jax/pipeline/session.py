@@ -100,10 +100,12 @@ class Session:
     def preempted(self, step: int) -> Preempted:
         """Waits for what is being saved; the exception that ends the command."""
         self._states.wait()
-        return Preempted(
+        ended = Preempted(
             f"a signal came; {self.stage} is saved after step {step} of {self.total}: run the "
             "same command again to go on"
         )
+        ended.number = self.stop.number
+        return ended
 
 
 @contextlib.contextmanager

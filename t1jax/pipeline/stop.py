@@ -29,6 +29,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self.number = signal.SIGTERM  # the signal that asked
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def ask(self) -> None:
@@ -81,6 +82,7 @@ def asked_by_signals() -> Iterator[Stop]:
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.asked:
             raise Interrupted(number)
+        stop.number = signal.Signals(number)
         stop.ask()
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
