@@ -19,7 +19,8 @@ from t1jax.evaluation.figures.shared import duration, label
 from t1jax.evaluation.run_folder import EVALUATED, Json
 from t1jax.interrupts import Interrupted
 from t1jax.pipeline.learning import keep_config, write_config
-from t1jax.pipeline.run_checks import check
+from t1jax.pipeline.run_checks import check, check_disk, tell
+from t1jax.pipeline.run_plan import plan_of
 from t1jax.pipeline.run_records import Records, Stage, alone_in
 from t1jax.pipeline.run_stages import stages_of
 from t1jax.pipeline.run_view import View
@@ -38,13 +39,17 @@ def run(config: Config, *, redo: str = "") -> None:
       UserError: the config cannot work, does not fit what is done, or a stage failed.
       Preempted: SIGTERM came; the same command goes on.
     """
+    check(config)
     folder, stages = Path(config.run), stages_of(config)
-    check(config, stages)
     with alone_in(folder):
         records = Records(config, stages)
         if redo:
             print(f"removed what was made by: {', '.join(records.forget(redo))}")
         records.check()
+        plan = plan_of(config, records.done)
+        check_disk(config, plan)
+        if len(records.done) < len(stages):
+            print(tell(plan))
         if records.empty:
             keep_config(config)  # of commands that were run alone
         else:

@@ -72,6 +72,11 @@ class Records:
         """Whether no stage has begun."""
         return not any(self._folder.glob("*.begun"))
 
+    @property
+    def done(self) -> frozenset[str]:
+        """The finished stages."""
+        return frozenset(stage.name for stage in self._stages if self.finished(stage))
+
     def check(self) -> None:
         """Compares every record with the config.
 
