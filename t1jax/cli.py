@@ -311,6 +311,21 @@ def compare(
 
 
 @app.command()
+def ablate(
+    config: ConfigFile,
+    overlays: Annotated[
+        list[str], typer.Argument(help="Configs with it as `base:`, such as configs/ablations/*.")
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="Of each, from the config's own on.")] = 3,
+    changes: Changes = None,
+) -> None:
+    """PPO with one thing changed each time, from shared weights, over several seeds."""
+    from t1jax.evaluation.ablate import ablate
+
+    ablate(config, overlays, seeds=seeds, changes=changes or ())
+
+
+@app.command()
 def mismatch(
     trajectories: Annotated[str, typer.Argument(help="A folder of trajectories, or a run's.")],
     checkpoint: Annotated[str, typer.Option(help="Who sampled; as the run says if empty.")] = "",

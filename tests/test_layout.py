@@ -39,8 +39,7 @@ BELOW_PIPELINE = (
 
 RUN = (  # the whole run puts stages and evaluation in order
     "t1jax.pipeline",
-    "t1jax.pipeline.run_stages",
-    "t1jax.pipeline.selection",
+    *(f"t1jax.pipeline.{name}" for name in ("run_stages", "run_plan", "run_checks", "selection")),
     "t1jax.evaluation",
     *BELOW_PIPELINE,
 )
@@ -78,6 +77,8 @@ PLACES = {
     "t1jax.pipeline": Place("S", BELOW_PIPELINE),
     "t1jax.pipeline.run": Place("S", RUN),
     "t1jax.pipeline.run_stages": Place("S", RUN),
+    "t1jax.pipeline.run_plan": Place("S", RUN),
+    "t1jax.pipeline.run_checks": Place("S", RUN),
     "t1jax.pipeline.selection": Place("S", RUN),
     "t1jax.evaluation": Place("S", ("t1jax.pipeline", *BELOW_PIPELINE)),
     "t1jax.plan": Place("S", ("t1jax.model", "t1jax.rl", "t1jax.progress")),
