@@ -355,16 +355,6 @@ def mismatch(
     )  # fmt: skip
 
 
-@app.command()
-def demo(
-    out: Annotated[str, typer.Argument(help="Directory for what the demo makes.")],
-) -> None:
-    """Make, convert and score a tiny model."""
-    from t1jax.demo import demo
-
-    demo(out)
-
-
 sandboxes = typer.Typer(no_args_is_help=True, help="What sandboxes share.")
 app.add_typer(sandboxes, name="sandbox")
 

@@ -17,12 +17,13 @@ def run(monkeypatch, *arguments):
 
 
 def failing(monkeypatch, error):
-    """Makes `t1jax demo` raise the error."""
+    """Makes `t1jax report` raise the error."""
 
-    def demo(out):
+    def report(run):
         raise error
 
-    monkeypatch.setitem(sys.modules, "t1jax.demo", types.SimpleNamespace(demo=demo))
+    fake = types.SimpleNamespace(report=report)
+    monkeypatch.setitem(sys.modules, "t1jax.evaluation.report", fake)
 
 
 def test_version(monkeypatch, capsys):
@@ -60,7 +61,7 @@ def test_an_error_is_one_last_line(
     monkeypatch, capsys, error, status, last_line, with_traceback
 ):
     failing(monkeypatch, error)
-    assert run(monkeypatch, "demo", "out") == status
+    assert run(monkeypatch, "report", "run") == status
     shown = capsys.readouterr().err
     assert shown.splitlines()[-1] == last_line
     assert ("Traceback" in shown) == with_traceback
@@ -68,7 +69,7 @@ def test_an_error_is_one_last_line(
 
 def test_traceback_shows_where(monkeypatch, capsys):
     failing(monkeypatch, errors.UserError("no such place"))
-    assert run(monkeypatch, "--traceback", "demo", "out") == errors.FAILED
+    assert run(monkeypatch, "--traceback", "report", "run") == errors.FAILED
     shown = capsys.readouterr().err.splitlines()
     assert shown[0].startswith("Traceback")
     assert shown[-1] == "error: no such place"

@@ -82,7 +82,6 @@ PLACES = {
     "t1jax.pipeline.selection": Place("S", RUN),
     "t1jax.evaluation": Place("S", ("t1jax.pipeline", *BELOW_PIPELINE)),
     "t1jax.plan": Place("S", ("t1jax.model", "t1jax.rl", "t1jax.progress")),
-    "t1jax.demo": Place("S", ("t1jax.score", *BELOW_PIPELINE)),
 }
 COMMANDS = "t1jax.cli"  # may import every place
 
