@@ -1,17 +1,17 @@
 # Needs python3 (3.11 or later), git and make; everything else goes into $(VENV).
-#   make demo    a tiny model from nothing to scored text
+#   make demo    the whole pipeline at a tiny size: tasks, model, SFT, PPO, evaluation, report
 #   make test    the tests        make test ARGS="-k routes -x"   PYTHON=python3.13 make test
 #   make lint    ruff and mypy
 #   make image   the base image of the shipped tasks, on the engine of DOCKER_HOST (needs root)
 #   make bench   every benchmark; the last line of each is one JSON document
 #   make venv    only the environment, with EXTRAS (test; also hf, tpu)
-#   make clean   removes the environment, caches and demo output
+#   make clean   removes the environment and caches; not runs/
 
 PYTHON ?= python3
 VENV   ?= .venv
 EXTRAS ?= test
 JOBS   ?= auto
-OUT    ?= demo_out
+CONFIG ?= configs/tiny.yaml
 ARGS   ?=
 export PYTHON
 
@@ -24,7 +24,8 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 demo:
 	./setup_venv.sh $(VENV)
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/t1jax demo $(OUT)
+	./setup_sandbox.sh --local
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(VENV)/bin/t1jax run $(CONFIG) $(ARGS)
 
 test: venv
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadscope --durations 15 $(ARGS)
@@ -48,4 +49,4 @@ venv:
 	@./setup_venv.sh $(VENV) $(EXTRAS)
 
 clean:
-	rm -rf $(VENV) .venv313 .cache .mypy_cache .ruff_cache .pytest_cache build *.egg-info $(OUT)
+	rm -rf $(VENV) .venv313 .cache .mypy_cache .ruff_cache .pytest_cache build *.egg-info

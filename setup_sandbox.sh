@@ -1,13 +1,22 @@
 #!/usr/bin/env bash
 # Installs the Debian or Ubuntu packages that sandboxes need; does nothing where all are there.
-#   ./setup_sandbox.sh [--browser]     with it also chromium, in which tests look at the report
-#   bubblewrap, util-linux   the local back end       git, tmux   what tasks use inside it
-#   docker.io                a Docker Engine           debootstrap, procps   the base image
+#   ./setup_sandbox.sh              both back ends
+#   ./setup_sandbox.sh --local      the local one alone, which is all that `make demo` uses
+#   ./setup_sandbox.sh --browser    both, and chromium, in which tests look at the report
+#   bubblewrap, util-linux   the local back end       git, tmux, ...   what tasks use inside it
+#   docker.io                a Docker Engine           debootstrap      makes the base image
 set -euo pipefail
 
 declare -A package_of=([bwrap]=bubblewrap [nsenter]=util-linux [setpriv]=util-linux [git]=git
-    [tmux]=tmux [dockerd]=docker.io [docker]=docker.io [debootstrap]=debootstrap [jq]=jq [zip]=zip
-    [unzip]=unzip [ps]=procps [killall]=psmisc)
+    [tmux]=tmux [jq]=jq [zip]=zip [unzip]=unzip [ps]=procps [killall]=psmisc)
+case ${1:-} in
+    --local) ;;
+    "" | --browser) package_of+=([dockerd]=docker.io [docker]=docker.io [debootstrap]=debootstrap) ;;
+    *)
+        echo "error: $1: expected --local, --browser or nothing" >&2
+        exit 2
+        ;;
+esac
 [ "${1:-}" != --browser ] || package_of[chromium]=chromium
 missing=()
 for tool in "${!package_of[@]}"; do

@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from t1jax.checkpoint.huggingface import Naming, table
 from t1jax.checkpoint.staging import staged
 from t1jax.checkpoint.tensor_files import SINGLE, Block, write_file
+from t1jax.checkpoint.tiny_induction import add_induction
 from t1jax.checkpoint.tiny_text import CHAT_TEMPLATE, corpus
 from t1jax.errors import UserError
 from t1jax.model.config import ModelConfig, from_huggingface
@@ -65,6 +66,7 @@ class Size:
     experts: int
     chosen: int
     hidden: int
+    induction: bool = False  # starts close to copying: tiny_induction.py
 
 
 SIZES = {
@@ -75,7 +77,7 @@ SIZES = {
     # Learns the shipped tasks' first level in minutes on two cores: configs/tiny.yaml.
     "demo": Size(
         vocab=1024, layers=4, embed=64, heads=4, head_dim=32, delta_heads=4, delta_dim=16,
-        experts=16, chosen=4, hidden=64,
+        experts=16, chosen=4, hidden=64, induction=True,
     ),
 }  # fmt: skip
 
@@ -102,7 +104,7 @@ def init_tiny(
     tokenizer = train_tokenizer(SIZES[size].vocab)
     ids = {token.content: at for at, token in tokenizer.get_added_tokens_decoder().items()}
     document = config_document(SIZES[size], ids)
-    tensors: list[Block] = list(_tensors(document, seed))
+    tensors: list[Block] = list(_tensors(document, seed, SIZES[size].induction))
     total_bytes = sum(math.prod(t.shape) * t.dtype.itemsize for t in tensors)
     with staged(dst, total_bytes) as work:
         progress.start("init-tiny", total_bytes)
@@ -140,14 +142,16 @@ class _Named:
         return self.values
 
 
-def _tensors(document: dict[str, Any], seed: int) -> Iterator[_Named]:
+def _tensors(document: dict[str, Any], seed: int, induction: bool) -> Iterator[_Named]:
     config = from_huggingface(document)
     random = np.random.default_rng(seed)
     text = {p.tensor: p.shape for parts in table(config, Naming()).values() for p in parts}
     drawn: dict[str, np.ndarray] = {}
     for name, shape in (text | _vision_shapes(document) | _mtp_shapes(config)).items():
         drawn[name] = _initial(name, shape, random, drawn)
-        yield _Named(name, drawn[name])
+    if induction:
+        drawn |= add_induction(drawn, config, random)
+    return map(_Named, drawn, drawn.values())
 
 
 def _initial(

@@ -98,3 +98,34 @@ def test_a_shipped_task_s_solution_is_a_handful_of_tokens(tiny):
     assert said[:6] == ["Pack", "Ġthe", "Ġdirectory", "Ġred", "_fox", "Ġinto"]
     assert said[6:] == ["Ġwet", "_elk", ".tar", ".gz", "."]
     assert solved == ["tar", "Ġczf", "Ġa", "Ġwet", "_elk", "Ġred", "_fox"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo") / "checkpoint"
+    init_tiny(folder, size="demo", progress=made.silent())
+    return folder
+
+
+def test_the_demo_s_attention_looks_for_the_token_that_layer_0_hands_on(demo):
+    """k after layer 0's turn is q, for each group of heads; out is v's transpose, twice."""
+    tensors = {name: t.array() for name, t in read_directory(demo).items()}
+    layer = lambda name: tensors[f"model.language_model.layers.{name}.weight"].astype(  # noqa: E731
+        np.float32
+    )
+    turned = layer("0.linear_attn.out_proj") @ layer("0.linear_attn.in_proj_qkv")[-64:]
+    np.testing.assert_allclose(turned @ turned.T, np.eye(64), atol=0.02)
+    k = (layer("3.self_attn.k_proj") @ turned).reshape(2, 32, 64)
+    q = layer("3.self_attn.q_proj").reshape(2, 2, 2, 32, 64)[:, :, 0]  # without its gates
+    np.testing.assert_allclose(q, np.stack([k, k], axis=1), atol=0.01)
+    v = layer("3.self_attn.v_proj").reshape(2, 32, 64)
+    out = layer("3.self_attn.o_proj").T.reshape(2, 2, 32, 64)
+    np.testing.assert_allclose(out, 2 * np.stack([v, v], axis=1), atol=0.01)
+
+
+def test_only_the_demo_s_model_starts_with_an_induction_head(tiny, demo):
+    name = "model.language_model.layers.0.linear_attn.conv1d.weight"
+    ours, theirs = (read_directory(folder)[name].array() for folder in (demo, tiny))
+    late = ours[-64:, 0].astype(np.float32)  # the values' channels
+    np.testing.assert_array_equal(late, np.tile([0, 0, 1, 0], (64, 1)))
+    assert len(np.unique(theirs.astype(np.float32))) > 100
