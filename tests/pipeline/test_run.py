@@ -41,6 +41,7 @@ SMALL = {
             "critic": RATE, "batch": BATCH},
     "selection": {"candidates": 1, "limit": 2},
     "test": {"attempts": 1, "limit": 2},
+    "mismatch": {"limit": 4, "batch_tokens": 512},
     "checkpoints": {"every_steps": 2, "min_free_mb": 1},
 }  # fmt: skip
 ORDER = [
