@@ -37,10 +37,10 @@ class View:
         self._lines: deque[str] = deque(maxlen=LINES)
         self._running, self._began_s = "", 0.0
         self._live: Live | None = None
+        self._console = Console(file=self._stream)
         if self._stream.isatty():
-            console = Console(file=self._stream)
             self._live = Live(
-                console=console, get_renderable=self._drawn, refresh_per_second=SHOWN_A_S,
+                console=self._console, get_renderable=self._drawn, refresh_per_second=SHOWN_A_S,
                 redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
 
@@ -99,11 +99,18 @@ class View:
 
     def _drawn(self) -> Group:
         table = Table.grid(padding=(0, 1))
-        for name, state in self._states.items():
-            mark, style = MARKS[state]
+        for name in self._near(self._console.height - LINES - 1):
+            mark, style = MARKS[self._states[name]]
             table.add_row(Text(mark, style), Text(name, style), Text(self._time(name), style))
         lines = [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in self._lines]
         return Group(table, *lines)
+
+    def _near(self, rows: int) -> list[str]:
+        """As many stages as a terminal has rows for, the running one in the middle."""
+        names = list(self._states)
+        at = names.index(self._running) if self._running else len(names)
+        first = max(min(at - rows // 2, len(names) - rows), 0)
+        return names[first : first + max(rows, 1)]
 
     def _time(self, name: str) -> str:
         seconds = self._seconds.get(name)
