@@ -3,19 +3,21 @@
 Python raises a signal's exception wherever the main thread happens to be. Inside a callback of the
 garbage collector it is printed and lost (jax registers one, which runs often while it traces), and
 inside an import it aborts the process or turns into an ImportError of the extension that was being
-loaded. There the signal is sent again a little later.
+loaded. An event loop that was left half made complains when it is collected. In all of these the
+signal is sent again a little later.
 """
 
 import contextlib
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN_S = 0.05
-UNSAFE_FUNCTIONS = ("_xla_gc_callback", "__del__")
+UNSAFE_FUNCTIONS = ("_xla_gc_callback", "__del__", "new_event_loop")
 UNSAFE_FILES = "<frozen importlib"
 
 
@@ -53,6 +55,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
         again.daemon = True
         again.start()
         return
+    # A coroutine that was just made is thrown away with everything else: nothing to tell the user.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     raise Interrupted(number)
 
 

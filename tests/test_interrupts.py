@@ -33,13 +33,36 @@ IN_AN_IMPORT = """
 sys.path.insert(0, sys.argv[1])
 import slow
 """
+IN_A_NEW_EVENT_LOOP = """
+import asyncio
+class Slow(asyncio.SelectorEventLoop):
+    def _make_self_pipe(self):
+        print("here", flush=True)
+        time.sleep(0.5)
+        super()._make_self_pipe()
+class Policy(asyncio.DefaultEventLoopPolicy):
+    _loop_factory = Slow
+asyncio.set_event_loop_policy(Policy())
+asyncio.run(asyncio.sleep(20))
+"""
+BEFORE_A_COROUTINE_RUNS = """
+import asyncio
+def run(coroutine):
+    print("here", flush=True)
+    time.sleep(0.5)
+run(asyncio.sleep(20))
+"""
 AT_WORK = 'print("here", flush=True)\n'
+# Python only looks for a signal between two steps: one that comes just before a sleep waits for it.
+WAIT = "for _ in range(200): time.sleep(0.1)\n"
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
 @pytest.mark.parametrize(
-    "busy", [IN_A_COLLECTOR_CALLBACK, IN_A_FINALIZER, IN_AN_IMPORT, AT_WORK],
-    ids=["collector", "finalizer", "import", "work"],
+    "busy",
+    [IN_A_COLLECTOR_CALLBACK, IN_A_FINALIZER, IN_AN_IMPORT, IN_A_NEW_EVENT_LOOP,
+     BEFORE_A_COROUTINE_RUNS, AT_WORK],
+    ids=["collector", "finalizer", "import", "event loop", "coroutine", "work"],
 )  # fmt: skip
 def test_a_signal_is_never_lost_and_cleans_up(tmp_path, busy, number, status):
     (tmp_path / "slow.py").write_text(
@@ -49,7 +72,7 @@ def test_a_signal_is_never_lost_and_cleans_up(tmp_path, busy, number, status):
         "import sys, time\nfrom t1jax.interrupts import raised_on_signals\n"
         "with raised_on_signals():\n    try:\n"
         + "".join(f"        {line}\n" for line in busy.strip().splitlines())
-        + "        time.sleep(20)\n    finally:\n        print('clean', flush=True)\n"
+        + f"        {WAIT}    finally:\n        print('clean', flush=True)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)],

@@ -4,33 +4,44 @@
     RUN/ablations/ablations.json    every number; ablations.md: the table
 
 All begin at the weights that fine-tuning left in the config's run, and at its warmed critic unless
-the overlay takes the critic away. A run that was ended goes on, and finished ones are kept, by the
-same records as `t1jax run`. The test split has no part in it; nor is a checkpoint chosen: the last
-weights of each are evaluated.
+the overlay takes the critic away; the config itself is the variant `full`. A run that was ended
+goes on, and finished ones are kept, by the same records as `t1jax run`. The test split has no part
+in it; nor is a checkpoint chosen: the last weights of each are evaluated.
 """
 
 import dataclasses
 import json
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from sandbox.base import make_backend
 from t1jax.config import Config, EvaluationSection, load_config, require
+from t1jax.data.tasks import task_folders
 from t1jax.errors import Preempted, UserError
 from t1jax.evaluation.ablation_table import Trained, numbers_of, tabulate
 from t1jax.evaluation.run import evaluate
 from t1jax.evaluation.run_folder import read_run
 from t1jax.interrupts import Interrupted
-from t1jax.pipeline.learning import keep_config, leaves, policy_path
+from t1jax.pipeline.learning import (
+    keep_config,
+    leaves,
+    may_change,
+    policy_path,
+    policy_stages,
+)
 from t1jax.pipeline.policy import identity
 from t1jax.pipeline.ppo import ppo
-from t1jax.pipeline.run_records import Records, Stage, alone_in
+from t1jax.pipeline.run_records import FOLDER, Records, Stage, alone_in
 from t1jax.pipeline.run_view import View
 from t1jax.pipeline.trials import keep_settings
 
 MAY_DIFFER = ("ppo", "critic")  # what is before PPO is shared
-BASE = "base"  # the name of the config itself
+SHARED = ("init", "model", "tasks", "sft", "rejection", "critic")  # what the run was made by
+FULL = "full"  # the name of the config itself
 VALIDATION = "validation"
 
 
@@ -66,7 +77,8 @@ def ablate(
     Returns: the table.
 
     Raises:
-      UserError: an overlay changes what is shared, or the run has no fine-tuned weights.
+      UserError: an overlay changes what is shared, the run does not hold what all begin at, or a
+        run of an ablation was made by another config; before any work.
       Preempted: a signal came; the same command goes on.
     """
     variants = read_variants(config, overlays, changes)
@@ -77,9 +89,13 @@ def ablate(
         for variant in variants
         for seed in range(base.seed, base.seed + seeds)
     }
+    check_run(base, runs.values())
     with alone_in(folder):
-        keep_settings(folder, identity(policy_path(base, "ppo")))
-        work_through([job for key, each in runs.items() for job in _jobs(key, each)])
+        keep_settings(folder, identity(shared_weights(base)))
+        jobs = [job for key, each in runs.items() for job in _jobs(key, each)]
+        for each in runs.values():
+            keep_config(each)
+        work_through(jobs)
     trained = [_trained(variant, runs) for variant in variants]
     return tabulate(folder, trained)
 
@@ -92,7 +108,7 @@ def read_variants(config: str, overlays: Sequence[str], changes: Sequence[str]) 
     """
     base = load_config(config, changes)
     require(base, "ppo")
-    found = [Variant(name=BASE, config=base, changes={})]
+    found = [Variant(name=FULL, config=base, changes={})]
     before = leaves(base.model_dump(mode="json"))
     for file in overlays:
         changed = load_config(file, changes)
@@ -120,12 +136,6 @@ def read_variants(config: str, overlays: Sequence[str], changes: Sequence[str]) 
 
 def run_of(base: Config, variant: Variant, seed: int) -> Config:
     """One run: PPO of the variant from the shared weights."""
-    weights = policy_path(base, "ppo")
-    if base.sft is not None and weights == base.model.checkpoint:
-        raise UserError(
-            f"{base.run} holds no fine-tuned weights, which ablations begin at; make them with "
-            "`t1jax run` (or `t1jax sft` and `t1jax critic`) first"
-        )
     section = require(variant.config, "ppo")
     warmed = variant.config.critic is not None and section.baseline == "critic"
     tasks = require(base, "tasks").model_copy(update={"make": None})
@@ -133,7 +143,7 @@ def run_of(base: Config, variant: Variant, seed: int) -> Config:
         "run": str(Path(base.run) / "ablations" / variant.name / f"seed-{seed}"),
         "seed": seed,
         "init": None,
-        "model": base.model.model_copy(update={"checkpoint": weights}),
+        "model": base.model.model_copy(update={"checkpoint": shared_weights(base)}),
         "tasks": tasks,
         "sft": None,
         "rejection": None,
@@ -141,6 +151,60 @@ def run_of(base: Config, variant: Variant, seed: int) -> Config:
         "ppo": section.model_copy(update={"warm_critic": base.run if warmed else ""}),
     }
     return variant.config.model_copy(update=changes)
+
+
+def shared_weights(base: Config) -> str:
+    """What fine-tuning ended with; where the config has none, the model's checkpoint.
+
+    Raises:
+      UserError: fine-tuning has not ended.
+    """
+    if base.sft is None:
+        return base.model.checkpoint
+    *_, last, _ = policy_stages(base)
+    weights = Path(base.run) / "weights" / last
+    if not (weights / "manifest.json").is_file():
+        raise UserError(
+            f"{base.run} holds no fine-tuned weights ({weights}), which ablations begin at; make "
+            "them with `t1jax run` (or `t1jax sft` and `t1jax critic`) first"
+        )
+    return str(weights)
+
+
+def check_run(base: Config, runs: Iterable[Config]) -> None:
+    """Refuses what would fail, or mislead, in the middle.
+
+    Raises:
+      UserError: the config's run was made by another config, or lacks its critic; there are no
+        tasks, or no sandboxes.
+    """
+    file = Path(base.run) / "config.yaml"
+    made = leaves(load_config(file).model_dump(mode="json"))
+    now = leaves(base.model_dump(mode="json"))
+    for key in sorted({*made, *now}):
+        same = key.split(".")[0] not in SHARED or may_change(key)
+        if not same and made.get(key) != now.get(key):
+            raise UserError(
+                f"{key}={now.get(key)!r}, and {file} says {made.get(key)!r}: what ablations begin "
+                "at was made by that; change it back, or give the config of that run"
+            )
+    if any(require(run, "ppo").warm_critic for run in runs) and not _has_critic(Path(base.run)):
+        raise UserError(
+            f"{base.run} holds no critic whose warm-up has ended, which ablations begin at; make "
+            "it with `t1jax run` (or `t1jax critic`) first, or leave `critic:` out of the config"
+        )
+    section = require(base, "tasks")
+    for split in (section.train, section.validation):
+        task_folders(section.folder, split)
+    make_backend(base.sandbox.kind, endpoints=base.sandbox.endpoints)  # its programs are there
+
+
+def _has_critic(run: Path) -> bool:
+    """A saved state; where `t1jax run` makes it, of a stage that has ended."""
+    states = (run / "checkpoints" / "critic").glob("*")
+    begun, ended = (run / FOLDER / f"critic.{suffix}" for suffix in ("begun", "json"))
+    whole = ended.is_file() or not begun.exists()
+    return whole and any(state.name.isdigit() for state in states)
 
 
 def _jobs(key: tuple[str, int], config: Config) -> list[Job]:
@@ -151,7 +215,6 @@ def _jobs(key: tuple[str, int], config: Config) -> list[Job]:
     ]  # fmt: skip
     records = Records(config, stages)
     records.check()
-    keep_config(config)
     name, seed = key
     return [Job(name=f"{name}, seed {seed}: {s.name}", stage=s, records=records) for s in stages]
 
@@ -187,6 +250,7 @@ def work_through(jobs: Sequence[Job]) -> None:
             try:
                 with view.running(job.name), job.records.doing(job.stage):
                     job.stage.work()
+                jax.clear_caches()  # the next run compiles its own: 0.25 GB each stayed otherwise
             except (Interrupted, Preempted) as ended:
                 if ended.number == signal.SIGINT:
                     raise Interrupted(ended.number) from None

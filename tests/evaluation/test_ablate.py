@@ -1,6 +1,7 @@
 """Ablations: what an overlay may change, where runs begin, and the table over seeds."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -56,7 +57,7 @@ def test_every_variant_begins_at_the_fine_tuned_weights_with_its_own_change(conf
         written_in(config.rpartition("/")[0], "cold", {"critic": None}),
     ]
     base, other, cold = read_variants(config, files, ["ppo.clip=0.3"])
-    assert (base.name, other.name, cold.name) == ("base", "other", "cold")
+    assert (base.name, other.name, cold.name) == ("full", "other", "cold")
     assert other.changes == {"ppo.replay": (True, False)} and base.changes == {}
     assert cold.changes == {"critic": ("warmed", None)}
     run = base.config.run
@@ -84,7 +85,14 @@ def test_an_overlay_that_is_no_ablation_is_refused(config, changes, told):
 def test_a_run_without_fine_tuned_weights_is_refused(tmp_path):
     file = written(tmp_path / "config.yaml", TREE | {"run": str(tmp_path / "empty")})
     (base,) = read_variants(file, [], [])
-    with pytest.raises(UserError, match="empty holds no fine-tuned weights"):
+    with pytest.raises(UserError, match=r"empty holds no fine-tuned weights .*empty/weights/sft"):
+        run_of(base.config, base, 0)
+
+
+def test_fine_tuning_that_has_not_come_to_its_last_round_is_refused(config):
+    tree = yaml.safe_load(Path(config).read_text()) | {"rejection": {"optimizer": RATE}}
+    (base,) = read_variants(written(Path(config), tree), [], [])
+    with pytest.raises(UserError, match=r"no fine-tuned weights \(.*weights/sft-1\)"):
         run_of(base.config, base, 0)
 
 
@@ -111,6 +119,8 @@ def test_numbers_of_a_run_are_of_its_last_quarter(tmp_path):
     with Metrics(tmp_path, "ppo", start=0, steps=8, shown=()) as metrics:
         for step in range(8):
             row = {"reward/mean": step / 8, "mismatch/train_rollout_logprob_abs_diff": 2.0 * step}
+            if step > 0:  # where all returns are equal there is none
+                row["explained_variance"] = step / 10
             metrics.write(step, row)
     folder = tmp_path / "evaluation" / "validation"
     folder.mkdir(parents=True)
@@ -118,26 +128,33 @@ def test_numbers_of_a_run_are_of_its_last_quarter(tmp_path):
     (folder / SUMMARY).write_text(json.dumps(told))
     (folder / "results.jsonl").write_text("")
     assert numbers_of(read_run(tmp_path), "validation") == {
-        "reward": 6.5 / 8, "success": 0.5, "gap": 7.0, "explained_variance": None,
+        "reward": 6.5 / 8, "success": 0.5, "gap": 7.0, "explained_variance": pytest.approx(0.65),
+        "explained_variance_first": pytest.approx(0.15),
     }  # fmt: skip
 
 
 def test_differences_are_of_the_same_seeds(tmp_path, capsys):
-    def trained(name, changes, success):
+    def trained(name, changes, success, **explained):
+        explained = {int(seed.removeprefix("seed")): value for seed, value in explained.items()}
         numbers = {
-            seed: {"reward": s, "success": s, "gap": 1e-6, "explained_variance": None}
+            seed: {"reward": s, "success": s, "gap": 1e-6,
+                   "explained_variance": explained.get(seed), "explained_variance_first": None}
             for seed, s in enumerate(success)
-        }
+        }  # fmt: skip
         return Trained(name=name, changes=changes, by_seed=numbers)
 
-    base = trained("base", {}, [0.2, 0.5, 0.8])
-    cold = trained("cold_critic", {"critic": ("warmed", None)}, [0.1, 0.4, 0.7])
-    tabulate(tmp_path, [base, cold])
+    full = trained("full", {}, [0.2, 0.5, 0.8], seed0=0.5, seed1=0.7, seed2=0.6)
+    cold = trained("cold_critic", {"critic": ("warmed", None)}, [0.1, 0.4, 0.7], seed1=0.3)
+    tabulate(tmp_path, [full, cold])
     rows = json.loads((tmp_path / "ablations.json").read_text())["variants"]
-    less = rows[1]["less_base"]["success"]
+    less = rows[1]["less_full"]["success"]
     assert less["mean"] == pytest.approx(-0.1)
     assert less["ci95"] == pytest.approx([-0.1, -0.1]), "seeds differ much, their differences not"
-    assert rows[0]["less_base"] == {} and rows[1]["by_seed"]["2"]["success"] == 0.7
+    told = rows[1]["less_full"]["explained_variance"]
+    assert told["mean"] == pytest.approx(-0.4), "of the one seed that both have"
+    assert told["seeds"] == 1
+    assert rows[0]["less_full"] == {} and rows[1]["by_seed"]["2"]["success"] == 0.7
     table = (tmp_path / "ablations.md").read_text()
     assert table == markdown(rows) and table.strip() in capsys.readouterr().out
     assert "| cold_critic | critic: none | 0.400 (" in table and "| -10.0% (-10.0% to" in table
+    assert "| 0.30, 1 of 3 seeds |" in table and "3 seeds each" in table
