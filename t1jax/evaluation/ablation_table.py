@@ -126,7 +126,8 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
         "",
         "Means and 95% intervals (Student's) over seeds; differences are of the same seeds. "
         "Reward: last quarter of the steps; solved: validation split, last weights; gap: mean "
-        "|Δ log-prob| of trainer and sampler; explained variance of the critic: first and last quarter.",
+        "|Δ log-prob| of trainer and sampler; explained variance of the critic: first and last "
+        "quarter.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
